@@ -112,7 +112,7 @@ class Repeated:
 
         from mgpu_check.acceptance.conftest import RUN, _check_of
         from mgpu_check.acceptance.run import Run
-        from mgpu_check.plugin.requirements import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         config = session.config
         core.global_force_seed = seed

@@ -32,8 +32,8 @@ from hypothesis import Phase, settings
 from mutants import AREAS, NOT_PLANTED, Mutant, compiled, mutants
 
 from mgpu_check.cli.suite import run as run_suite
-from mgpu_check.plugin.requirements import FAILED, SESSION
 from mgpu_check.plugin.serialization import Planting
+from mgpu_check.plugin.stash import FAILED, SESSION
 
 _PARAMETER = "mutant"
 _OUTCOMES = ("killed", "equivalent", "not executed", "not planted", "survived")

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from mgpu_check.plugin.requirements import Needs, needs_of
-from mgpu_check.processes.machine import freeze
+from mgpu_check.processes.heap import freeze
 
 os.environ.pop("GITHUB_ACTIONS", None)  # with it, runs print annotations
 os.environ.pop("PYTHONHASHSEED", None)  # tox sets it, and gates then try no other

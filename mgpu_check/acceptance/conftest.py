@@ -21,7 +21,7 @@ from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS
 from mgpu_check.devices.observations import Observation
 from mgpu_check.option_values import depth_of
 from mgpu_check.plugin.ranks import Ranks
-from mgpu_check.plugin.requirements import INVOCATION, SESSION
+from mgpu_check.plugin.stash import INVOCATION, SESSION
 from mgpu_check.processes.child_processes import EndOnRequest
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.settings import OPTIONS

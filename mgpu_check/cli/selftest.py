@@ -23,7 +23,7 @@ from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin import private_names
 from mgpu_check.plugin.serialization import Planting
 from mgpu_check.plugin.session import FirstFailure
-from mgpu_check.processes.machine import importing
+from mgpu_check.processes.heap import importing
 from mgpu_check.settings import activate, active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
 
@@ -225,7 +225,7 @@ class Selftest:
 
     @pytest.hookimpl(trylast=True)  # after the plugin, which makes the session
     def pytest_configure(self, config: pytest.Config) -> None:
-        from mgpu_check.plugin.requirements import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         config.stash[SESSION].preload += FAULTS
         self.collects_only = config.getoption("collectonly")
@@ -278,7 +278,7 @@ class Selftest:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        from mgpu_check.plugin.requirements import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         tried = _try_of(item)
         assert tried is not None
@@ -335,7 +335,7 @@ class Selftest:
             report.sections.clear()
             report.user_properties.append((_CELL, outcome))
             if report.when == "call" and isinstance(call.excinfo.value, FirstFailure):
-                from mgpu_check.plugin.requirements import FAILED
+                from mgpu_check.plugin.stash import FAILED
 
                 item.stash[FAILED] = False  # the ranks can be reused, unless they are broken
         elif report.when == "call":

@@ -21,8 +21,9 @@ from mgpu_check.engine.remote import launched_process
 from mgpu_check.plugin.launch import is_launched
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.plugin.report.terminal import Progress
-from mgpu_check.plugin.requirements import SESSION
-from mgpu_check.processes.machine import available_memory, available_processors, freeze
+from mgpu_check.plugin.stash import SESSION
+from mgpu_check.processes.heap import freeze
+from mgpu_check.processes.machine import available_memory, available_processors
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import all_options
 from mgpu_check.suite.application import modules_of_ranks

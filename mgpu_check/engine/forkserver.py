@@ -30,7 +30,7 @@ from typing import Any
 
 from mgpu_check.processes import child_processes
 from mgpu_check.processes.child_processes import ENDING, children_but_managers, kill, remove_all_names, remove_names
-from mgpu_check.processes.machine import importing
+from mgpu_check.processes.heap import importing
 from mgpu_check.processes.scratch import LOOK, sweep, thin_out
 
 FORK = b"F"

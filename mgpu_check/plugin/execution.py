@@ -16,13 +16,15 @@ from mgpu_check.asserts.known_defects import heard_by, reported_to
 from mgpu_check.engine.world import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin import private_names
+from mgpu_check.plugin.packaged_suites import is_packaged
 from mgpu_check.plugin.rank_messages import Logging, steps_to
 from mgpu_check.plugin.ranks import abandoning
 from mgpu_check.plugin.replacements import Replacements
 from mgpu_check.plugin.report.replay import BLOB, blob_of_this, draws_on, is_final, keeping_steps
-from mgpu_check.plugin.requirements import SESSION, Needs, is_packaged
+from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.serialization import bare, by_value
 from mgpu_check.plugin.session import FirstFailure, GpuSession
+from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.torch_hooks.patches import replaced

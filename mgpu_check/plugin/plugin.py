@@ -19,20 +19,15 @@ from mgpu_check.plugin.launch import is_launched, over, wrong_launch
 from mgpu_check.plugin.module_state import watching
 from mgpu_check.plugin.private_names import TestCaseFunction
 from mgpu_check.plugin.requirements import (
-    FAILED,
     HOST_PARAMETER,
-    INVOCATION,
-    MISUSE,
     NEEDS,
-    SESSION,
     SIZE_PARAMETER,
-    TOLD,
-    WATCHED,
     in_one_process,
     needs_of,
     placements,
     sizes_of,
 )
+from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
 from mgpu_check.settings import OPTIONS, activate, all_options, resolve, unknown_variables
 from mgpu_check.version import without_torch
 
@@ -276,7 +271,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
         from mgpu_check.plugin.execution import record_replacements
-        from mgpu_check.plugin.requirements import used_by_ranks
+        from mgpu_check.plugin.packaged_suites import used_by_ranks
         from mgpu_check.plugin.session import started
 
         gpu_session.preload += used_by_ranks(session.items)

@@ -1,5 +1,4 @@
-"""Read the requirements of a test from its marks and fixtures, and keep them, as all that the plugin carries from one
-hook to the next, in the stash of pytest. Recognize tests of the applications that come with this package.
+"""Read the requirements of a test from its marks and fixtures.
 
 Must be cheap: it runs for every test of every repository.
 """
@@ -8,22 +7,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 
-from mgpu_check.applications import Application, application_of
 from mgpu_check.devices.placement import WorldSize, spread
-from mgpu_check.errors import RankFailure
 from mgpu_check.plugin.private_names import TestCaseFunction, fixture_function, fixture_names
-
-if TYPE_CHECKING:
-    from mgpu_check.plugin.report.replay import Invocation
-    from mgpu_check.plugin.session import GpuSession
 
 OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
 
@@ -47,12 +38,6 @@ class Needs:
 
 
 NEEDS: pytest.StashKey[Needs] = pytest.StashKey()  # of an item: its requirements
-SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
-MISUSE: pytest.StashKey[str] = pytest.StashKey()
-FAILED: pytest.StashKey[bool] = pytest.StashKey()
-TOLD: pytest.StashKey[RankFailure | None] = pytest.StashKey()
-WATCHED: pytest.StashKey[ExitStack] = pytest.StashKey()
-INVOCATION: pytest.StashKey[Invocation] = pytest.StashKey()
 
 
 def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
@@ -185,23 +170,3 @@ def _no_plain_function(item: pytest.Function) -> bool:
         or inspect.isasyncgenfunction(function)
         or isinstance(item, TestCaseFunction)
     )
-
-
-def suite_of(item: pytest.Item) -> Application | None:
-    """Return the application that has the test; None for a test of the user."""
-    return application_of(getattr(getattr(item, "module", None), "__name__", ""))
-
-
-def is_packaged(item: pytest.Item) -> bool:
-    """Return whether a test is a check of a packaged suite: what it runs is the application's, not the user's."""
-    suite = suite_of(item)
-    return suite is not None and suite.frames == "check"
-
-
-def used_by_ranks(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the modules that ranks import for those of these tests that come with this package."""
-    tests: dict[Application, list[Path]] = {}
-    for item in items:
-        if (suite := suite_of(item)) is not None:
-            tests.setdefault(suite, []).append(item.path)
-    return [module for suite, files in tests.items() for module in suite.modules_of_ranks(files)]

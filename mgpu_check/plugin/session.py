@@ -24,7 +24,7 @@ from mgpu_check.errors import StartupFailure
 from mgpu_check.plugin import launch
 from mgpu_check.plugin.device_leases import Leasing, RunDirectory, TooFewDevices, lack, too_few
 from mgpu_check.plugin.requirements import NEEDS, Needs
-from mgpu_check.processes.machine import importing
+from mgpu_check.processes.heap import importing
 from mgpu_check.processes.rank_lists import few
 from mgpu_check.settings import Settings, activate
 from mgpu_check.version import torch_version, version

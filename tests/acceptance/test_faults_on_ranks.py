@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from mgpu_check import RankFailure, RankHang
 from mgpu_check.acceptance.faults import PLANTER, hardware_text, planted_from
-from mgpu_check.plugin.requirements import SESSION
 from mgpu_check.plugin.serialization import Planting
+from mgpu_check.plugin.stash import SESSION
 
 MIB = 1 << 20
 

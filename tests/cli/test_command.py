@@ -12,8 +12,8 @@ import pytest
 from mgpu_check.cli import accept, selftest, suite
 from mgpu_check.cli.selftest import ALONE, CAUGHT, PASSED, PropertyMatrix, Selftest
 from mgpu_check.plugin.report.terminal import Progress
-from mgpu_check.plugin.requirements import SESSION
 from mgpu_check.plugin.session import GpuSession
+from mgpu_check.plugin.stash import SESSION
 from mgpu_check.settings import activate, active, resolve
 from mgpu_check.suite.common import budget
 from mgpu_check.suite.common.faults.registry import all_faults

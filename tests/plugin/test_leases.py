@@ -23,7 +23,7 @@ LIMIT = 120.0  # only what is broken lasts as long
 SHARED = f"""
 import os, time
 import pytest
-from mgpu_check.plugin.requirements import SESSION
+from mgpu_check.plugin.stash import SESSION
 
 JOURNAL = os.environ["JOURNAL"]
 
@@ -202,7 +202,7 @@ def test_no_two_tests_have_a_device_at_the_same_time(pytester, run, shared):
     pytester.makepyfile(
         """
         import pytest
-        from mgpu_check.plugin.requirements import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         COUNTS = [1, 2, 1, 3, 1, 4, 2, 1, 1, 2, 3, 1]
 
@@ -229,7 +229,7 @@ def test_a_killed_worker_gives_its_devices_back(pytester, run, shared):
         import os, signal
         import pytest
         from conftest import happened, note, wait_for
-        from mgpu_check.plugin.requirements import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         @pytest.mark.parametrize("n", range(2))
         def test_use(request, ranks, n):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mgpu_check.suite
-from mgpu_check.plugin.requirements import used_by_ranks
+from mgpu_check.plugin.packaged_suites import used_by_ranks
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import Settings
 from mgpu_check.suite.common.faults.registry import FAULTS
@@ -50,7 +50,7 @@ def test_only_a_simulated_node_imports_in_advance(simulate, preloaded):
 def test_the_command_starts_its_fork_server_before_the_collection(warm, pytester):
     code = """
 from mgpu_check.cli.suite import run
-from mgpu_check.plugin.requirements import SESSION
+from mgpu_check.plugin.stash import SESSION
 
 class Probe:
     def pytest_collection(self, session):
@@ -67,7 +67,7 @@ def test_a_file_that_needs_ranks_starts_the_fork_server_before_its_import(run, p
     pytester.makepyfile(
         conftest="""
             import gc
-            from mgpu_check.plugin.requirements import SESSION
+            from mgpu_check.plugin.stash import SESSION
 
             def pytest_make_collect_report(collector):
                 pool = collector.config.stash[SESSION]._pool

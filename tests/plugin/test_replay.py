@@ -266,7 +266,7 @@ def test_a_check_of_the_packaged_suite_is_repeated_by_the_command(pytester, warm
         "@pytest.hookimpl(tryfirst=True)\n"
         "def pytest_runtest_setup(item):\n"
         "    from mgpu_check.plugin.serialization import Planting\n"
-        "    from mgpu_check.plugin.requirements import SESSION\n"
+        "    from mgpu_check.plugin.stash import SESSION\n"
         "    from mgpu_check.suite.common.faults.registry import PLANTER\n"
         "    item.config.stash[SESSION].fault = Planting(PLANTER, 'remainder-dropped')\n"
     )

@@ -12,8 +12,8 @@ import pytest
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, misuse, run
 from mgpu_check.plugin.report.terminal import Progress
-from mgpu_check.plugin.requirements import SESSION
 from mgpu_check.plugin.serialization import Planting
+from mgpu_check.plugin.stash import SESSION
 from tests.surface.recorder import written_to
 from tests.surface.report import RECORD, SurfaceRecord, report
 

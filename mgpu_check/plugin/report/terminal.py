@@ -314,7 +314,7 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        from mgpu_check.plugin.requirements import SESSION
+        from mgpu_check.plugin.stash import SESSION
 
         self._terminal = config.pluginmanager.get_plugin("terminalreporter")
         self._line = LiveLine(self._terminal, self._clock)

@@ -79,7 +79,7 @@ class Recorder:
 
 
 def _session(stash: Stash) -> Any:
-    from mgpu_check.plugin.requirements import SESSION
+    from mgpu_check.plugin.stash import SESSION
 
     return stash[SESSION]
 
