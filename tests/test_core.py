@@ -84,5 +84,6 @@ def test_the_tests_of_the_core_pass(core, tmp_path):
     shutil.copytree(HERE, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("conftest.py", "pytest.ini"):
         shutil.copy(HERE.parent / name, tmp_path)
-    result = run(core, tmp_path, "-m", "pytest", "-q", *(f"tests/{name}" for name in folders))
+    of_applications = "not test_what_a_killed_comparison_has_left and not test_an_error_in_it_is_an_error"
+    result = run(core, tmp_path, "-m", "pytest", "-q", "-k", of_applications, *(f"tests/{name}" for name in folders))
     assert result.returncode == 0, result.stdout
