@@ -26,7 +26,8 @@ class Application:
         command: the words after ``mgpu-check`` that run a test of the package.
         frames: how its frames show in reports: "check", the code that a check runs and whose errors are findings;
             "engine", left out; "user", like the user's code.
-        options: a dataclass of more options of pytest, made of `mgpu_check.settings.option_field`; None for none.
+        options: a dataclass of more options of pytest, made of `mgpu_check.settings.option_field`, with a method
+            ``misuse(settings)`` that returns what does not fit together, or None; None for no options.
         modules_of_ranks: takes the files of tests of this package; returns the modules that their ranks import.
         advice: what a failed check may show besides wrong code, by whether the devices are simulated.
     """

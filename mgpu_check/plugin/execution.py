@@ -129,7 +129,7 @@ def record_replacements(session: pytest.Session) -> None:
 
 def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
     """Wrap `original` so that each call runs it on the ranks or in the node process."""
-    refused = BOUND_TO_PYTEST & set(private_names.fixture_names(item)[0])
+    refused = BOUND_TO_PYTEST & set(private_names.argument_names(item))
     if refused:
         raise pytest.UsageError(
             f"fixture {min(refused)!r} acts on the pytest process, but this test runs in another one; "

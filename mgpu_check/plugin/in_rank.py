@@ -28,7 +28,7 @@ from mgpu_check.plugin.rank_messages import Collector, Logging, logged
 from mgpu_check.plugin.replacements import Changes
 from mgpu_check.plugin.serialization import Planting
 from mgpu_check.processes.rank_pickling import EXPLAIN, without_engine
-from mgpu_check.processes.tracebacks import is_check, is_engine, is_packaged
+from mgpu_check.processes.tracebacks import is_check, is_engine, is_of_checks
 from mgpu_check.torch_hooks.patches import replaced
 
 _LONGEST = 160
@@ -43,9 +43,9 @@ def as_finding(error: BaseException) -> BaseException:
     if not isinstance(error, _KINDS) or type(error).__module__ != "builtins":
         return error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_engine(frame.filename)]
-    if not frames or not is_packaged(frames[0].filename):
+    if not frames or not is_of_checks(frames[0].filename):
         return error
-    last = next(frame for frame in reversed(frames) if is_packaged(frame.filename))
+    last = next(frame for frame in reversed(frames) if is_of_checks(frame.filename))
     location = f"{last.filename.rpartition('/mgpu_check/')[2].partition('/')[2]}:{last.lineno}"
     message = f"{_call(last)} raised {type(error).__name__}: {error} (in {location})"
     return UnexpectedError(message).with_traceback(error.__traceback__)

@@ -96,9 +96,14 @@ def ini_file_of(directory: Path, folder: Path) -> Path | None:
     return locate_config(directory, [folder])[1]
 
 
-def fixture_names(item: pytest.Function) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of the fixtures that a test takes, and of all that it needs."""
-    return item._fixtureinfo.argnames, item._fixtureinfo.names_closure
+def argument_names(item: pytest.Function) -> Sequence[str]:
+    """Return the names of the fixtures that a test takes."""
+    return item._fixtureinfo.argnames
+
+
+def fixture_names(item: pytest.Function) -> Sequence[str]:
+    """Return the names of all fixtures that a test needs, also through others."""
+    return item._fixtureinfo.names_closure
 
 
 def fixture_function(item: pytest.Function, name: str) -> Any:

@@ -82,7 +82,7 @@ def needs_of(item: pytest.Item) -> Needs | None:
     """Return the requirements of `item`, None without ours; raise `pytest.UsageError` for contradictory ones."""
     if not isinstance(item, pytest.Function):
         return None
-    arguments = {name for name in fixture_names(item)[1] if _is_our_fixture(item, name)}
+    arguments = {name for name in fixture_names(item) if _is_our_fixture(item, name)}
     ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
     if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
         return None

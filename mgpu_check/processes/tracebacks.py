@@ -17,7 +17,7 @@ from mgpu_check.processes.collective_records import relative
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(r"/mgpu_check/((processes|torch_hooks|devices|plugin)/|(engine|gates|simulated)/(\w+/)?)\w+\.py$")
 _ORACLE = re.compile(r"/mgpu_check/oracles/(\w+/)?\w+\.py$")
-_APPLICATION = re.compile(r"/mgpu_check/(?P<folder>\w+)/(?P<rest>.+\.py)$")
+_APPLICATION = re.compile(r"/mgpu_check/(?P<folder>\w+)/.+\.py$")
 _TEST = re.compile(r"(^|/)test_\w+\.py$")
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
 _OURS = "/mgpu_check/"
@@ -26,21 +26,21 @@ _OURS = "/mgpu_check/"
 @functools.lru_cache(maxsize=1024)
 def is_engine(filename: str) -> bool:
     """Return whether a file belongs to the code that runs a function on a rank, or to the simulated node."""
-    return _ENGINE.search(filename) is not None or _frames(filename) == "engine"
+    return _ENGINE.search(filename) is not None or _shown_as(filename) == "engine"
 
 
 @functools.lru_cache(maxsize=1024)
 def is_check(filename: str) -> bool:
     """Return whether a file has checks of a packaged suite, or their oracles; the files of its tests only call them."""
-    return is_packaged(filename) and _TEST.search(filename) is None
+    return is_of_checks(filename) and _TEST.search(filename) is None
 
 
-def is_packaged(filename: str) -> bool:
+def is_of_checks(filename: str) -> bool:
     """Return whether a file belongs to a packaged suite, or to the oracles of its checks."""
-    return _frames(filename) == "check" or _ORACLE.search(filename) is not None
+    return _shown_as(filename) == "check" or _ORACLE.search(filename) is not None
 
 
-def _frames(filename: str) -> str:
+def _shown_as(filename: str) -> str:
     """Return how the application that has a file shows its frames; the user's files show as "user"."""
     match = _APPLICATION.search(filename)
     application = applications().get(match["folder"]) if match else None

@@ -98,6 +98,10 @@ def test_packages_and_modules_that_the_pages_for_maintainers_name_exist() -> Non
     modules = {name for page in pages for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text())}
     assert modules
     assert [name for name in sorted(modules) if not any((top / name).is_file() for top in (PACKAGE, ROOT))] == []
+    shown = set(
+        re.findall(r"^::: mgpu_check\.(\w+)$", (DOCS / "maintainers" / "packages.md").read_text(), re.MULTILINE)
+    )
+    assert shown == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     flowchart = next(block.text for block in blocks(pages[0], "mermaid") if block.text.startswith("flowchart"))
     packages = {name for words in re.findall(r' \w+\["([\w, ]+)"\]', flowchart) for name in words.split(", ")}
     packages -= {"pytest process", "fork server of each host", "each rank", "and the node process"}  # titles

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.observations import Change
 from mgpu_check.diagnosis.registry import on_evidence
 from mgpu_check.diagnosis.report import Finding
 
@@ -19,3 +23,18 @@ def on_clause(position: int, mistake_name: str, observed: str) -> None:
 
     judge.__name__ = judge.__qualname__ = observed
     on_evidence.register(position, judge)
+
+
+def on_change(position: int, *kinds: str) -> Callable[[Callable[[Change], Finding]], Callable[[Change], Finding]]:
+    """Return a decorator for a rule on a change of one call, of these kinds, with which the step is right."""
+
+    def decorate(rule: Callable[[Change], Finding]) -> Callable[[Change], Finding]:
+        @functools.wraps(rule)
+        def judge(evidence: Evidence) -> Finding | None:
+            change = None if evidence.tensors is None else evidence.tensors.right_with(*kinds)
+            return None if change is None else rule(change)
+
+        on_evidence.register(position, judge)
+        return rule
+
+    return decorate

@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.diagnosis.observations import CallEvent, Result, is_held
+from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_held
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.rank_lists import few, grouped, intervals, named
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 
@@ -512,43 +513,31 @@ mistake(
 )
 
 
-@on_tensors(Precedence.EXPERIMENTS + 10)
-def right_in_another_group(tensors: Tensors) -> Finding | None:
+@on_change(Precedence.EXPERIMENTS + 10, "group")
+def right_in_another_group(change: Change) -> Finding:
     """Detect a collective that runs over the wrong ranks."""
-    change = tensors.right_with("group")
-    if change is None:
-        return None
     summary = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
     return Finding("wrong-process-group", summary, site=change.site)
 
 
-@on_tensors(Precedence.AMBIGUOUS + 170)
-def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
+@on_change(Precedence.AMBIGUOUS + 170, "divide", "multiply")
+def right_by_the_size_of_a_group(change: Change) -> Finding:
     """Detect a result of a collective that is off by the size of the group."""
-    change = tensors.right_with("divide", "multiply")
-    if change is None:
-        return None
     how = "divided" if change.kind == "divide" else "multiplied"
     summary = f"with the result of {change.where} {how} by {change.size}, the size of its group, the step is right"
     return Finding("world-size-factor", summary, site=change.site)
 
 
-@on_tensors(Precedence.EXPERIMENTS + 50)
-def right_by_another_operation(tensors: Tensors) -> Finding | None:
+@on_change(Precedence.EXPERIMENTS + 50, "op")
+def right_by_another_operation(change: Change) -> Finding:
     """Detect a reduction with the wrong operation."""
-    change = tensors.right_with("op")
-    if change is None:
-        return None
     summary = f"{change.where} with {str(change.value).upper()} makes the step right"
     return Finding("wrong-reduction", summary, site=change.site)
 
 
-@on_tensors(Precedence.EXPERIMENTS + 60)
-def right_without_a_collective(tensors: Tensors) -> Finding | None:
+@on_change(Precedence.EXPERIMENTS + 60, "skip", "new")
+def right_without_a_collective(change: Change) -> Finding:
     """Detect a superfluous reduction: of a value that was reduced already, or that each rank needs unreduced."""
-    change = tensors.right_with("skip", "new")
-    if change is None:
-        return None
     if change.kind == "new":
         new = "with only new values reduced each time, the step is right"
         summary = f"{change.where} reduces its earlier results again; {new}"
@@ -558,12 +547,9 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
     return Finding("wrong-reduction", summary, site=change.site)
 
 
-@on_tensors(Precedence.EXPERIMENTS + 30)
-def right_in_another_order(tensors: Tensors) -> Finding | None:
+@on_change(Precedence.EXPERIMENTS + 30, "reorder")
+def right_in_another_order(change: Change) -> Finding:
     """Detect gathered rows that are in the wrong order."""
-    change = tensors.right_with("reorder")
-    if change is None:
-        return None
     summary = (
         f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the "
         "first pieces of all ranks before the next ones, the step is right"
@@ -587,12 +573,9 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     return Finding("loss-term-factor", summary, site=line)
 
 
-@on_tensors(Precedence.EXPERIMENTS + 20)
-def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
+@on_change(Precedence.EXPERIMENTS + 20, "shift")
+def right_where_positions_go_on(change: Change) -> Finding:
     """Detect positions that start at 0 on each rank."""
-    change = tensors.right_with("shift")
-    if change is None:
-        return None
     begins = "counts" if change.name == "arange" else "takes the rows of a parameter"
     right = f"if it continues over the {change.size} parts, the step is right"
     summary = f"{change.where} {begins} from 0 on each rank; {right}"
