@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mgpu_check.gates.loader_gate import assert_loader_covers as assert_loader_covers
     from mgpu_check.gates.step_gate import assert_metric_scales as assert_metric_scales
     from mgpu_check.gates.step_gate import assert_step_scales as assert_step_scales
-    from mgpu_check.plugin.harness_hooks import adapt as adapt
+    from mgpu_check.plugin.harnesses import adapt as adapt
     from mgpu_check.plugin.ranks import Ranks as Ranks
     from mgpu_check.simulated import simulated_node as simulated_node
 
@@ -44,7 +44,7 @@ _HOMES = {
     "RankHang": "mgpu_check.errors",
     "Ranks": "mgpu_check.plugin.ranks",
     "ScalingMismatch": "mgpu_check.errors",
-    "adapt": "mgpu_check.plugin.harness_hooks",
+    "adapt": "mgpu_check.plugin.harnesses",
     "assert_allreduce_matches": "mgpu_check.asserts.collectives",
     "assert_evaluation_agrees": "mgpu_check.gates.evaluation_gate",
     "assert_gradients_agree": "mgpu_check.asserts.models",

@@ -10,7 +10,10 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def _no_modules(tests: Iterable[Path]) -> list[str]:
@@ -51,3 +54,23 @@ def applications() -> Mapping[str, Application]:
 def application_of(module: str) -> Application | None:
     """Return the application that has a module; None for a module of the user, or of the core."""
     return next((app for app in applications().values() if module.startswith(f"{app.package}.")), None)
+
+
+def suite_of(item: pytest.Item) -> Application | None:
+    """Return the application that has the test; None for a test of the user."""
+    return application_of(getattr(getattr(item, "module", None), "__name__", ""))
+
+
+def is_packaged(item: pytest.Item) -> bool:
+    """Return whether a test is a check of a packaged suite: what it runs is the application's, not the user's."""
+    suite = suite_of(item)
+    return suite is not None and suite.frames == "check"
+
+
+def used_by_ranks(items: Iterable[pytest.Item]) -> list[str]:
+    """Return the modules that ranks import for those of these tests that come with this package."""
+    tests: dict[Application, list[Path]] = {}
+    for item in items:
+        if (suite := suite_of(item)) is not None:
+            tests.setdefault(suite, []).append(item.path)
+    return [module for suite, files in tests.items() for module in suite.modules_of_ranks(files)]

@@ -5,7 +5,6 @@ They draw specs, frozen dataclasses of plain values, which are re-exported here.
 
 from __future__ import annotations
 
-from mgpu_check.oracles.batches import BatchSpec, Leaf, Nested, Sample, Split
 from mgpu_check.oracles.devices.mixed_operands import OperatorTable
 from mgpu_check.oracles.strategies import (
     all_devices,
@@ -26,7 +25,7 @@ from mgpu_check.oracles.strategies import (
     world_pairs,
     world_sizes,
 )
-from mgpu_check.oracles.tensors import TensorSpec
+from mgpu_check.oracles.tensors import BatchSpec, Leaf, Nested, Sample, Split, TensorSpec
 
 __all__ = [
     "BatchSpec",

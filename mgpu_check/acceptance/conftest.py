@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.acceptance.application import APPLICATION, AcceptanceSettings
-from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.plan import Plan, Selection, soak_of
+from mgpu_check.acceptance.plan import CHECKS, Plan, Selection, soak_of
 from mgpu_check.acceptance.report.progress import Live
 from mgpu_check.acceptance.report.summary import headline, lines
 from mgpu_check.acceptance.run import Run

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.checklist import CHECKLIST
+from mgpu_check.acceptance.plan import CHECKLIST
 from mgpu_check.acceptance.run_report import RepeatableCall
 from mgpu_check.devices.observations import (
     MeasuredKind,

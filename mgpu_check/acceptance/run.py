@@ -11,14 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_check.acceptance import checklist
-from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.acceptance.faults import PLANTER, hardware_text
 from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.machine.checks import Component, KernelFacts, read_kernel
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.plan import Plan, Selection
+from mgpu_check.acceptance.plan import CHECKS, Plan, Selection, check_runs, floors
 from mgpu_check.acceptance.references import entries_of, record
 from mgpu_check.acceptance.report import files
 from mgpu_check.acceptance.report.summary import verdict_lines
@@ -259,9 +257,9 @@ class Run:
         plan = self.plan
         observations = tuple(self.log.observations())
         gpus = self.node.gpus if self.node else ()
-        needed = checklist.floors(gpus, plan.level, plan.memory_share, plan.soak, plan.dcgm is not None)
+        needed = floors(gpus, plan.level, plan.memory_share, plan.soak, plan.dcgm is not None)
         wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
-        done = checklist.check_runs(observations, wanted, self.log.times)
+        done = check_runs(observations, wanted, self.log.times)
         partial = tuple(sorted(self.selected)) if set(needed) - self.selected else ()
         verdict = self._verdict(observations, done, partial)
         return RunReport(

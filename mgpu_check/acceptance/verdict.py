@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Generic, TypeVar
 
-from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.findings import Action, ReportedFinding, Severity, listed, suited
 from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.plan import CHECKLIST
 from mgpu_check.acceptance.run_report import Accusation, RepeatableCall, RunLog
 from mgpu_check.devices.observations import EXCHANGED, Observation, Part, PartKind, Subject
 

@@ -18,12 +18,11 @@ import pytest
 
 import mgpu_check.acceptance
 from mgpu_check.acceptance.application import SUFFIXES
-from mgpu_check.acceptance.checklist import CHECKS
+from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.report import summary
-from mgpu_check.acceptance.report.files import check_paths, write
+from mgpu_check.acceptance.report.files import check_paths, read, write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.summary import headline
-from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE, Parser
 from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, refuse_workers, run

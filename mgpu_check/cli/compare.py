@@ -29,9 +29,9 @@ from mgpu_check.cli.run_options import (
     writable,
 )
 from mgpu_check.compare import comparison
-from mgpu_check.compare.arguments import accepted, fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.page import write_page
+from mgpu_check.compare.processes import accepted, fitted
 from mgpu_check.compare.trace import TraceError
 from mgpu_check.compare.traces.files import VALUES_OF_COMPARISON, RecordedRun, installed, is_run, read_run, write_run
 from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, UndividedRun, checked_out, record

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mgpu_check.processes.python_environment import VARIABLES, simulating, with_this_package, without_launcher
+from mgpu_check.processes.environments import VARIABLES, simulating, with_this_package, without_launcher
 
 _TRAINER = re.compile(r"\w*Trainer")
 _TRAINS = re.compile(r"(.*\.)?(\w*trainer\.(fit|train)|LightningCLI)", re.IGNORECASE)

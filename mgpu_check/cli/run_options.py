@@ -16,9 +16,9 @@ from types import FrameType
 from mgpu_check.annotations import annotation, wanted
 from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, number
-from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
-from mgpu_check.processes.python_environment import FLOAT32
+from mgpu_check.compare.processes import fitted
+from mgpu_check.processes.environments import FLOAT32
 
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
 
@@ -27,7 +27,7 @@ _LAUNCHERS = {
     **dict.fromkeys(("mpiexec", "mpirun", "jsrun"), "mpiexec"),
     "srun": "srun",
 }
-"""Launcher -> the row of `mgpu_check.processes.python_environment.VARIABLES` that its ranks get."""
+"""Launcher -> the row of `mgpu_check.processes.environments.VARIABLES` that its ranks get."""
 OF_RUNS = (
     *("gpus", "simulate", "steps", "timeout", "fresh_directory", "float32"),
     *("against", "a", "b", "golden", "update_golden"),

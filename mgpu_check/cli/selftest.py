@@ -298,13 +298,13 @@ class Selftest:
         """Set the number of examples and the seed of a check for this try."""
         from hypothesis import Phase, settings
 
-        from mgpu_check.suite.common import budget
+        from mgpu_check.suite.common import examples
 
         function: Any = getattr(item, "function", None)
         own_settings = self._settings.setdefault(function, getattr(function, private_names.SETTINGS, None))
         if own_settings is None:
             return
-        few = budget.at_level(own_settings, "quick") if tried.fault is None else own_settings
+        few = examples.at_level(own_settings, "quick") if tried.fault is None else own_settings
         setattr(function, private_names.SETTINGS, settings(few, phases=(Phase.explicit, Phase.generate)))
         setattr(function, private_names.SEED, tried.seed)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.cli.codes import WRONG_USAGE, Parser, number
-from mgpu_check.processes.python_environment import simulating
+from mgpu_check.processes.environments import simulating
 
 _USAGE = (
     "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|PROGRAM [args...]\n"

@@ -7,8 +7,8 @@ In comes a command line; out comes a verdict (equal, differs, not comparable, un
 3. `alignment.py` pairs steps and samples, `assembly.py` puts slices together, `comparability.py` says what cannot be
    compared, `rounding.py` measures on the script how far rounding goes.
 4. `first_difference.py` finds where the runs part. If data or draws differ, one device runs again with those of the
-   ranks (`in_script/replay.py`), and `replay_judgement.py` decides.
-5. `diagnosis.py` names mistakes; `verdict.py`, `reports.py` and `page.py` write the outcome.
+   ranks (`in_script/replay.py`).
+5. `verdict.py` decides, `diagnosis.py` names mistakes, `reports.py` and `page.py` write the outcome.
 
 `gate.py` is all of it as an assertion. `traces/` compares a recorded run with another one.
 """

@@ -17,12 +17,11 @@ from typing import IO
 
 from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.comparability import SNAPSHOT, drawing, standing
 from mgpu_check.compare.diagnosis import others_from_the_start
 from mgpu_check.compare.first_difference import with_rows_together
-from mgpu_check.compare.processes import ScriptRun, fresh_directory, run
+from mgpu_check.compare.processes import ScriptRun, fitted, fresh_directory, run
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import (
@@ -51,7 +50,7 @@ class RecorderError(RuntimeError):
 class ComparisonPlan:
     """The settings of a comparison."""
 
-    # the Python interpreter, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads them
+    # the Python interpreter, the script and its arguments, as `mgpu_check.compare.processes.fitted` reads them
     command: Sequence[str]
     shown: str  # the script and its arguments for reports
     world: int  # number of ranks
@@ -67,7 +66,7 @@ class ComparisonPlan:
     # pattern of parameters that need not be compared -> the reason
     unjudged: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None  # where the script runs; None: in the current directory
-    launcher: str = "torchrun"  # whose variables the ranks get; see `mgpu_check.processes.python_environment.VARIABLES`
+    launcher: str = "torchrun"  # whose variables the ranks get; see `mgpu_check.processes.environments.VARIABLES`
     replaced: str = ""  # the words of a launcher that is not run
     limit: int | None = None  # number of optimizer steps of each run if `steps` is None; None: all steps of the script
 
@@ -117,7 +116,7 @@ def _replay(
 ) -> ComparisonVerdict:
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
     # It imports torch, which a comparison of traces does without.
-    from mgpu_check.compare.replay_judgement import replayed
+    from mgpu_check.compare.verdict import replayed
 
     def run(label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun:
         return run_script(comparison, tell, label, 1, moved=moved, files=files, until=steps)

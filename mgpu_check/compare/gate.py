@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.processes import fitted
 from mgpu_check.errors import NotCompared, ScalingMismatch
-from mgpu_check.processes.python_environment import FLOAT32
+from mgpu_check.processes.environments import FLOAT32
 
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md"
 

@@ -9,16 +9,21 @@ Each process has its own process group, which is killed at the end, and each pro
 a run leaves outside of its process groups are ended, too.
 
 A run may have a working directory of its own: a copy of the current directory, and of the directories beside it.
+
+Arguments of the script may depend on the number of its processes: ``--batch-size={64/W}``.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import itertools
 import json
 import math
+import operator
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +34,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Literal
@@ -39,9 +45,79 @@ from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes import child_processes
 from mgpu_check.processes.child_processes import STACKS_SIGNAL, children, held_back, kill
 from mgpu_check.processes.collective_records import fewest
-from mgpu_check.processes.python_environment import PLACE, VARIABLES, with_startup, without_launcher
+from mgpu_check.processes.environments import PLACE, VARIABLES, with_startup, without_launcher
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.tracebacks import Location, location_of
+
+# Other braces, such as those of JSON, belong to the script.
+_EXPRESSION = re.compile(r"\{([\dW.+\-*/%() ]*W[\dW.+\-*/%() ]*)\}")
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def fitted(words: Sequence[str], world: int) -> list[str]:
+    """Return the words with each ``{…W…}`` replaced by its value, where W is `world`.
+
+    An expression without a decimal point must have an integer value: ``{64/W}`` is 16 for 4 processes. With a decimal
+    point, as in ``{0.1*W}``, the value is a float.
+
+    Raises:
+        ValueError: an expression is invalid, or its value is not an integer.
+    """
+    return [_EXPRESSION.sub(lambda match: _value(match[1], world), word) for word in words]
+
+
+def accepted(text: str) -> tuple[str, str]:
+    """Return the pattern and the reason in an option ``--unjudged='PATTERN=reason'``.
+
+    Raises:
+        ValueError: the pattern or the reason is missing.
+    """
+    pattern, _, reason = (piece.strip() for piece in text.partition("="))
+    if not pattern or not reason:
+        raise ValueError(
+            f"{text!r} lacks a pattern or a reason; give PATTERN=reason, as in 'head.*=frozen after step 1'"
+        )
+    return pattern, reason
+
+
+def _value(text: str, world: int) -> str:
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body, world)
+    except (SyntaxError, ArithmeticError, TypeError) as error:
+        raise ValueError(
+            f"{{{text}}} is not a valid expression for W = {world}; use numbers, W, parentheses and + - * / // %, as "
+            "in {64/W}"
+        ) from error
+    if "." in text:
+        return repr(float(value))
+    if value.denominator != 1:
+        raise ValueError(
+            f"{{{text}}} is not an integer for W = {world}; choose a number of ranks that divides it, or write "
+            f"{{{text.replace('/', '//')}}} to round it down"
+        )
+    return str(value.numerator)
+
+
+def _evaluate(node: ast.expr, world: int) -> Fraction:
+    if isinstance(node, ast.Name) and node.id == "W":
+        return Fraction(world)
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return Fraction(repr(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _evaluate(node.operand, world)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result: Fraction = _OPERATORS[type(node.op)](_evaluate(node.left, world), _evaluate(node.right, world))
+        return Fraction(result)
+    raise TypeError("no number")
+
 
 _TIMEOUT = 5.0  # seconds; a killed process normally ends at once
 
@@ -254,7 +330,7 @@ def run(
         steps, taped, moved, distinct: see `mgpu_check.compare.in_script.recorder.install`.
         directory: working directory of the processes; None: the current one.
         files: file descriptors, one for all processes or one for each; see `Files` in `in_script/placements.py`.
-        launcher: whose variables the processes get; see `mgpu_check.processes.python_environment.VARIABLES`.
+        launcher: whose variables the processes get; see `mgpu_check.processes.environments.VARIABLES`.
     """
     began = time.monotonic()
     settings: dict[str, object] = {

@@ -27,7 +27,7 @@ def roundoff(dtype: str) -> float:
     """Return the unit roundoff of a dtype, given by name: of a complex one's parts, of float32 for an exact one."""
     import torch  # imported late, in parallel with the first processes of the script
 
-    from mgpu_check.numerics.bounds import unit_roundoff
+    from mgpu_check.numerics.reduction import unit_roundoff
 
     torch_dtype: torch.dtype = getattr(torch, dtype)
     real = torch_dtype.to_real() if torch_dtype.is_complex else torch_dtype

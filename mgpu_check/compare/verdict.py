@@ -3,25 +3,38 @@
 Rounding is measured again before a difference counts that one perturbed run may have missed. By chance, a perturbed run
 moves some numbers less than rounding does. A step of Adam divides each element of a gradient by its size, so the step
 of an element near zero may turn its sign. So a difference counts only if further perturbed runs do not explain it.
+
+If the inputs of one device differ from those of the ranks, the script runs on one device twice more, with the tapes of
+the ranks (`mgpu_check.compare.in_script.replay`): once unchanged, and once moved by roundoffs. A replay of batches
+cannot show which samples the loaders of the ranks give in an epoch, so the samples that each rank lists are compared.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.assembly import Assembly
 from mgpu_check.compare.comparability import account, left_over, not_compared
 from mgpu_check.compare.diagnosis import diagnose
-from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, first_difference
+from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, first_difference, with_rows_together
+from mgpu_check.compare.in_script.tape import STEPS, write_joint
 from mgpu_check.compare.processes import Ended, ScriptRun
-from mgpu_check.compare.rounding import Repeat, Rounding
+from mgpu_check.compare.reports import last_words
+from mgpu_check.compare.rounding import Repeat, Rounding, repeatability
 from mgpu_check.compare.trace import Trace
-from mgpu_check.diagnosis.report import Report
+from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.report import Attempts, Finding, Report
+from mgpu_check.diagnosis.rules.order import findings_of
+from mgpu_check.processes.rank_lists import few
 
 Kind = Literal["equal", "differs", "not comparable", "undecided"]
 
@@ -190,3 +203,211 @@ def _is_doubtful(difference: FirstDifference) -> bool:
     named = {*difference.differing[quantity], *(entry.name for entry in wrong)}
     few = 2 * len(named) < len(difference.aligned.named(quantity))
     return (few and quantity == "parameter") or max(excess, default=0.0) < _SURE
+
+
+_WHOLE = 0.8
+"""Part of the dataset: a loader that drops its last batch gives less than all, and one of two ranks gives half."""
+
+_BY_CHANCE = 8  # samples: samplers that draw by seeds of their own may draw the same few
+
+
+def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
+    """Return the mistakes that an epoch of the loaders shows."""
+    attempts, world = Attempts(), len(ranks)
+    evidence: list[Evidence] = []
+    # The models had the same inputs on all ranks, which may also share the order, and slice it.
+    samples = [[step.seen for step in trace.steps] for trace in ranks]
+    saw_the_same = any(samples[0]) and all(own == samples[0] for own in samples)
+    for _, epochs in _loaders(ranks):
+        if not _share_data(epochs):
+            continue
+        indices = [set(epoch["indices"]) for epoch in epochs]
+        length, head = epochs[0]["length"], indices[0]
+        message = ""
+        if length > 1 and all(len(own) > _WHOLE * length for own in indices):
+            fewest = min(map(len, indices))
+            message = f"in an epoch each of the {world} ranks gets {fewest} of {length} samples of the dataset"
+        elif epochs[0]["endless"] and len(head) >= _BY_CHANCE and all(own == head for own in indices) and saw_the_same:
+            message = f"the samplers have no end, and give each of the {world} ranks the same {len(head)} samples"
+        if message:
+            evidence.append(Evidence(world, same_samples=message))
+    trained = len(ranks[0].steps)  # `epoch_of` begins an epoch too, after the last step
+    for event in ranks[0].of("sampler"):
+        unset = event["shuffle"] and not event["set_epoch"]
+        if unset and event["iteration"] > 1 and event["after"] < trained:
+            begin = f"epoch {event['iteration']} begins at step {event['after'] + 1}"
+            evidence.append(Evidence(world, repeated_epoch=f"{begin}, and set_epoch was never called"))
+            break
+    findings = [finding for own in evidence for finding in findings_of(own, 1, attempts)]
+    return list({finding.mistake: finding for finding in findings}.values())
+
+
+def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
+    """Report what the loaders of the ranks give, in lines."""
+    for number, epochs in _loaders(ranks):
+        if not _share_data(epochs):
+            lengths = ", ".join(str(len(set(epoch["indices"]))) for epoch in epochs)
+            subject = f"in an epoch of loader {number} the ranks get {lengths} samples of datasets of their own"
+            yield f"{subject}, whose samples were not compared"
+            continue
+        counts = Counter(index for epoch in epochs for index in set(epoch["indices"]))
+        shared = sum(count > 1 for count in counts.values())
+        if shared >= len(ranks):  # fewer may come again, so that each rank has the same number
+            yield f"in an epoch of loader {number} ranks share {shared} of {len(counts)} samples"
+        else:
+            yield f"in an epoch of loader {number} each rank gets samples of its own, {len(counts)} in all"
+        seeds = {epoch["seed"] for epoch in epochs}
+        if epochs[0]["workers"] and len(seeds) == 1:
+            subject = f"the workers of loader {number} have the same seeds on each rank"
+            yield f"{subject}: random augmentation draws the same numbers there"
+    first_epochs = [event for event in ranks[0].of("sampler") if event["iteration"] == 1]
+    if any(event["shuffle"] and not event["set_epoch"] for event in first_epochs):
+        yield "set_epoch was not called before the first epoch: without it each epoch has the same order"
+
+
+def _share_data(epochs: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the ranks have the same dataset: an index means the same sample on all of them."""
+    return len({epoch["data"] for epoch in epochs}) == 1
+
+
+def _loaders(ranks: Sequence[Trace]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield each loader that all ranks have listed, with its number."""
+    for number, epochs in enumerate(zip(*(trace.of("epoch") for trace in ranks), strict=False), 1):
+        if all(epoch["indices"] for epoch in epochs):
+            yield number, list(epochs)
+
+
+_REMEDY = (
+    "do: at these lines, use tensors with an entry for each sample, or the same values on all ranks; or let one device "
+    "get the data of all ranks by itself"
+)
+
+
+class RunOneDevice(Protocol):
+    """Runs the script on one device."""
+
+    def __call__(self, label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun: ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The verdict of a replay, and what it compares; without a replay, the verdict says why."""
+
+    verdict: ComparisonVerdict
+    aligned: Aligned | None = None
+    rounding: Rounding | None = None
+
+
+def replayed(
+    refused: ComparisonVerdict,
+    reference: Trace,
+    assembly: Assembly,
+    tapes: Sequence[int],
+    steps: int | None,
+    unjudged: Mapping[str, str],
+    run: RunOneDevice,
+) -> Replay:
+    """Replay the ranks on one device, and judge the runs.
+
+    Args:
+        refused: the verdict without a replay, which is kept if the replay gives none.
+        reference: the run on one device without a replay.
+        assembly: the traces of the ranks.
+        tapes: what the ranks were given, one file for each.
+        steps: see `mgpu_check.compare.comparison.ComparisonPlan`.
+    """
+    ranks = assembly.ranks
+    if assembly.divided or assembly.open:
+        return _none(refused, "the ranks hold parts of the model")
+    counts = {len(step.losses) for trace in ranks for step in trace.steps[:1]}
+    own = len(reference.steps[0].losses)
+    times, rest = divmod(own, max(*counts, 1))
+    dealt = times > 1  # one device has the micro-batches of all ranks
+    if len(counts) != 1 or rest or times not in (1, len(ranks)):
+        return _none(refused, "the ranks have another number of micro-batches than one device, or than each other")
+    until = min(steps or STEPS, *(len(trace.steps) for trace in ranks))
+    with tempfile.TemporaryFile() as file:
+
+        def again(label: str, moved: int | None = None, **how: bool) -> ScriptRun:
+            write_joint(file.fileno(), tapes, dealt, **how)
+            return run(f"one device, {label}", steps=until, moved=moved, files={"replay": file.fileno()})
+
+        def judged(label: str, **how: bool) -> Replay:
+            runs = []
+            for name, moved in ((label, None), (f"{label}, moved by roundoffs", SEED)):
+                done = again(name, moved, **how)
+                if failed := done.failed or next((ended for ended in done.ranks if ended.steps < until), None):
+                    return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
+                runs.append(done.traces[0])
+            trace, shifted = runs
+            events = [[e for e in rank.events if e.get("after", 0) < until] for rank in ranks]
+            cut = [replace(r, steps=r.steps[:until], events=own) for r, own in zip(ranks, events, strict=True)]
+            shown = with_rows_together(trace, cut)
+            aligned = Aligned(trace, shown, len(ranks), replayed=True)
+            further = functools.partial(again, f"{label}, moved by other roundoffs", **how)
+            rounding = measured(aligned, [shifted], further)
+            return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
+
+        replay = judged("replaying the ranks")
+        if replay.aligned is None:
+            return replay
+        trace = replay.aligned.one
+        if replay.verdict.kind == "differs" and trace.of("ambiguous"):
+            turned = judged("replaying the ranks, with rows in another order", turned=True)
+            replay = turned if turned.verdict.kind == "equal" else replay
+        verdict = replay.verdict
+        if verdict.kind == "differs":
+            events = [event for event in trace.of("unreplayed") if event["after"] < (verdict.step or until)]
+            if unreplayed := [f"{event['what']}: {event['why']}" for event in events]:
+                return _none(refused, f"not all could be replayed: {few(unreplayed, 5)}", [_REMEDY])
+            if (reason := _control(replay, trace, again)) is not None:
+                return _none(refused, *reason)
+    report = verdict.report
+    hidden = mistakes_of(ranks)
+    remarks = [*report.remarks, *_told(refused, trace, until), *remarks_of(ranks)]
+    if hidden and verdict.kind == "equal":
+        headline = f"differs: {hidden[0].evidence}; the steps agree, if one device gets the same batches"
+        report = replace(report, headline=headline, findings=hidden)
+        verdict = replace(verdict, kind="differs")
+    return replace(replay, verdict=replace(verdict, report=replace(report, remarks=remarks), replayed=True))
+
+
+def _control(replay: Replay, trace: Trace, rerun: Callable[..., ScriptRun]) -> tuple[str, list[str]] | None:
+    """Return why a difference does not count, as the first lines of a remark; None if it does.
+
+    Data that were not replayed must not explain it. Nor must the order of the samples, where the script did not join
+    them itself: rows of a tensor may be steps of a sequence.
+    """
+    ordered, step = bool(trace.of("ordered")), replay.verdict.step or len(trace.steps)
+    order = " and in another order" if ordered else ""
+    reseeded = rerun(f"replaying the ranks, with other seeds{order}", other_seeds=True, backwards=ordered)
+    if reseeded.failed:
+        return f"with other seeds{order}, {reseeded.failed}", last_words(reseeded.failed)
+    if not ordered:
+        repeat = repeatability(trace, reseeded.traces[0])
+        if repeat is None or repeat.step >= step:
+            return None
+        message = f"with other seeds it differs at step {repeat.step + 1}: {repeat.description}"
+        return f"the replay does not cover all random numbers: {message}", []
+    assert replay.rounding is not None
+    difference = first_difference(Aligned(trace, [replace(reseeded.traces[0], rank=0)], replayed=True), replay.rounding)
+    if difference is None or difference.step >= step:
+        return None
+    message = f"with other seeds, and the samples of the last rank first, it differs at step {difference.step + 1}"
+    return f"the replay does not cover all random numbers, or the order of the rows has a meaning: {message}", []
+
+
+def _none(refused: ComparisonVerdict, reason: str, lines: Sequence[str] = ()) -> Replay:
+    remarks = [*refused.report.remarks, f"one device cannot be given what the ranks were given: {reason}", *lines]
+    return Replay(replace(refused, report=replace(refused.report, remarks=remarks)))
+
+
+def _told(refused: ComparisonVerdict, trace: Trace, steps: int) -> Iterator[str]:
+    """Report what the replay gave one device, and what it therefore cannot show."""
+    reason = refused.report.headline.removeprefix("not comparable: ")
+    inputs = list(dict.fromkeys(event["what"] for event in trace.of("given")))
+    yield f"replayed, because by itself the script is not comparable: {reason}"
+    subject = few(inputs, 3) if inputs else "the random numbers"
+    yield f"one device was given, joined along the samples of the ranks, for {steps} steps: {subject}"
+    for event in trace.of("rate")[:1]:
+        yield f"the learning rate of the ranks is {event['why']}, and that of one device {event['what']}: replayed too"

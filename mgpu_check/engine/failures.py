@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
 from mgpu_check.processes import pickling
+from mgpu_check.processes.channel import RaisedInRank
 from mgpu_check.processes.collective_records import Entered, Record, fewest, parting
-from mgpu_check.processes.protocol import RaisedInRank
 from mgpu_check.processes.rank_lists import grouped, intervals, named
 from mgpu_check.processes.tracebacks import HALTED, is_returning, location_of
 

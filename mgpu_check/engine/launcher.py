@@ -20,16 +20,15 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Protocol
 
-from mgpu_check.devices.placement import Slot
-from mgpu_check.engine import environments
+from mgpu_check.devices.inventory import Slot
 from mgpu_check.engine.forkserver import END, FILES, FORK
 from mgpu_check.engine.keeper_socket import KeptServer, attach
 from mgpu_check.engine.process import Process, halted
 from mgpu_check.errors import NO_IMPORT, StartupFailure
-from mgpu_check.processes.channel import Channel, Clock
+from mgpu_check.processes import environments
+from mgpu_check.processes.channel import CallContext, Channel, Clock
 from mgpu_check.processes.child_processes import MARK, clear
 from mgpu_check.processes.collective_records import SIZE
-from mgpu_check.processes.protocol import CallContext
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.tracebacks import HALTED
 

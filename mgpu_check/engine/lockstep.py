@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from mgpu_check.engine.failures import Who, all_returned, disagreement, last_collectives, raised_at
 from mgpu_check.engine.process import Process
 from mgpu_check.errors import RankFailure
-from mgpu_check.processes.channel import frame
+from mgpu_check.processes.channel import (
+    ANY,
+    COLLECTIVE,
+    MANY,
+    Group,
+    Paused,
+    PeerTransfers,
+    RankRequest,
+    TensorRun,
+    frame,
+)
 from mgpu_check.processes.collective_records import Record, Uneven, ahead, deadlocked, parting, relative, uneven
-from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Group, Paused, PeerTransfers, RankRequest, TensorRun
 from mgpu_check.processes.rank_lists import few, grouped, named
 
 _MOST_TOLD = 4  # lines of a report: more rarely help

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from mgpu_check.devices.inventory import Inventory, take_inventory
-from mgpu_check.devices.placement import Mask, Masks, Slot, slots_for
-from mgpu_check.engine.environments import OwnEnvironment, own_environment
+from mgpu_check.devices.inventory import Inventory, Mask, Masks, Slot, slots_for, take_inventory
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.process import STREAMS
@@ -23,7 +21,8 @@ from mgpu_check.engine.rank_side.rank import with_rank
 from mgpu_check.engine.world import Begun, Function, World, call_context, pickled_arguments, pickled_function
 from mgpu_check.engine.world_processes import send_rest
 from mgpu_check.errors import AgentLost, RankFailure, RankHang, StartupFailure
-from mgpu_check.processes import pickling, protocol
+from mgpu_check.processes import channel, pickling
+from mgpu_check.processes.environments import OwnEnvironment, own_environment
 
 # Processes of idle worlds to keep. A property that draws the world size returns to each size all the time.
 _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
@@ -370,7 +369,7 @@ class RankPool:
         slots = key.slots or key.visible[:1]
         hosts = sorted({slot.host for slot in slots})
 
-        def spec_of(index: int) -> protocol.RankSpec:
+        def spec_of(index: int) -> channel.RankSpec:
             rank = None if index == NODE else index
             slot = slots[rank or 0]
             visible_on_host = [other_slot for other_slot in key.visible if other_slot.host == slot.host]
@@ -397,7 +396,7 @@ class RankPool:
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
             mask = self.masks(visible_on_host) if masked and simulate is None else Mask()
             environment.update(mask.environment)
-            return protocol.RankSpec(
+            return channel.RankSpec(
                 index=rank,
                 size=len(slots),
                 local_index=local_index,
@@ -417,7 +416,7 @@ class RankPool:
 
         return World(self._launcher, spec_of, range(len(slots)) if key.slots else [NODE], slots, self.timeout)
 
-    def _call_context(self, simulate: str | None) -> protocol.CallContext:
+    def _call_context(self, simulate: str | None) -> channel.CallContext:
         return self._launcher.call_context(call_context(simulate))
 
     def begin_test(self, available: Sequence[Slot] | None = None) -> None:

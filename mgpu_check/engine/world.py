@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mgpu_check.devices.placement import Slot
-from mgpu_check.engine import environments
+from mgpu_check.devices.inventory import Slot
 from mgpu_check.engine.failures import (
     NODE,
     Account,
@@ -36,8 +35,20 @@ from mgpu_check.engine.process import STREAMS
 from mgpu_check.engine.rank_side.rank import with_rank
 from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses, agree
 from mgpu_check.errors import RankFailure
-from mgpu_check.processes import pickling, protocol
-from mgpu_check.processes.channel import Clock, Garbled, frame, ready
+from mgpu_check.processes import environments, pickling
+from mgpu_check.processes.channel import (
+    Call,
+    CallContext,
+    Clock,
+    Garbled,
+    Outcome,
+    RaisedInRank,
+    RankRequest,
+    RankSpec,
+    Rested,
+    frame,
+    ready,
+)
 
 _MEET_TIMEOUT = 1.0  # seconds: the ranks have returned, so a barrier takes milliseconds
 _REST_TIMEOUT = 10.0  # for the engine's own requests to idle ranks, unless the timeout of calls is shorter
@@ -56,7 +67,7 @@ class Function:
 class Abandoned(Exception):
     """All ranks abandoned the test ("skip", "xfail") or the example ("reject") in the same way."""
 
-    def __init__(self, failure: protocol.RaisedInRank) -> None:
+    def __init__(self, failure: RaisedInRank) -> None:
         super().__init__(failure.headline)
         self.failure = failure
 
@@ -76,7 +87,7 @@ class World(WorldProcesses):
     def __init__(
         self,
         launcher: Launcher,
-        spec_of: Callable[[int], protocol.RankSpec],
+        spec_of: Callable[[int], RankSpec],
         indices: Sequence[int],
         slots: Sequence[Slot],
         timeout: float,
@@ -91,11 +102,11 @@ class World(WorldProcesses):
         self._rest_timeout = min(_REST_TIMEOUT, timeout)
         self._numbers = itertools.count()
         self._known: set[str] = set()
-        self._call_context: protocol.CallContext | None = None
+        self._call_context: CallContext | None = None
         super().__init__(launcher, spec_of, indices, slots)
 
     def run(
-        self, function: Function, arguments: bytes, call_context: protocol.CallContext, timeout: float
+        self, function: Function, arguments: bytes, call_context: CallContext, timeout: float
     ) -> list[pickling.Pickled]:
         """Call a function on every process, and return the pickled results in rank order.
 
@@ -110,7 +121,7 @@ class World(WorldProcesses):
         """
         return self.finish(self.begin(function, arguments, call_context), timeout)
 
-    def begin(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> Begun:
+    def begin(self, function: Function, arguments: bytes, call_context: CallContext) -> Begun:
         """Send a call to every process. `finish` returns its results."""
         self.check_alive("before " + function.name)
         call = self._prepare(function, arguments, call_context)
@@ -122,7 +133,7 @@ class World(WorldProcesses):
         """Wait up to `timeout` seconds from now for the results of a call; returns and raises as `run` does."""
         waiting = Clock.now()
         pauses = self._pauses()
-        answers, late = self._collect(timeout, protocol.Outcome, _went_well, call.unsent, pauses)
+        answers, late = self._collect(timeout, Outcome, _went_well, call.unsent, pauses)
         if pauses.failure is not None:
             self._running = None
             for process in self.processes.values():
@@ -161,13 +172,13 @@ class World(WorldProcesses):
     def _pauses(self) -> Pauses:
         return Pauses(self.processes, self.who)
 
-    def _prepare(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> protocol.Call:
+    def _prepare(self, function: Function, arguments: bytes, call_context: CallContext) -> Call:
         """Reset the state of the previous call, and return the message of this one."""
         self._failed = None
         self.messages = {}
         self._answers = {}  # answers of the previous call, if this one is interrupted before `_collect`
         self.broken = True  # until all have answered: Ctrl-C or a test timeout may interrupt at any point
-        call = protocol.Call(
+        call = Call(
             next(self._numbers),
             function.key,
             None if function.key in self._known else function.pickled,
@@ -184,15 +195,15 @@ class World(WorldProcesses):
         endings: dict[int, Ending] = {}
         deadline = Clock.now() + EXIT_TIMEOUT
         for index, answer in answers.items():
-            if isinstance(answer, protocol.Outcome) and answer.number != number:
+            if isinstance(answer, Outcome) and answer.number != number:
                 self._garbled[index] = "it answers another call"
-            if not isinstance(answer, protocol.Outcome) or index in self._garbled:
+            if not isinstance(answer, Outcome) or index in self._garbled:
                 endings[index] = self._died(index, deadline)
             else:
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
         return endings
 
-    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], differences: Sequence[Unmatched]) -> None:
+    def _check_agreement(self, outcomes: Mapping[int, Outcome], differences: Sequence[Unmatched]) -> None:
         """Check, after all ranks have returned, that they entered the same collectives and received every message."""
         consistent = agree(list(outcomes.values()))
         if differences and consistent:
@@ -221,8 +232,8 @@ class World(WorldProcesses):
         if not _in_lockstep(outcomes):
             self._meet(outcomes)
             self.broken = True  # until all have answered, as before
-        unsent = self._send(lambda _: protocol.RankRequest.SETTLE)
-        return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
+        unsent = self._send(lambda _: RankRequest.SETTLE)
+        return self._collect(Clock.until(deadline), Outcome, _went_well, dead=unsent)
 
     def loaded(self, index: int, result: pickling.Pickled) -> object:
         try:
@@ -245,7 +256,7 @@ class World(WorldProcesses):
         late = [index for index in self.processes if index not in self._answers]
         endings: dict[int, Ending] = dict(self._interrupt(late, since))
         for index, answer in self._answers.items():
-            if isinstance(answer, protocol.Outcome):
+            if isinstance(answer, Outcome):
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
         return Account(endings, self.who, doing, round(Clock.now() - since, 1), records).error()
 
@@ -254,16 +265,16 @@ class World(WorldProcesses):
         if self._running is None:
             super().check_idle(when, after)
 
-    def _meet(self, outcomes: Mapping[int, protocol.Outcome]) -> None:
+    def _meet(self, outcomes: Mapping[int, Outcome]) -> None:
         """Have all ranks run a barrier, which fails if a rank has begun a collective that others never entered."""
         when = "after it had returned, with operations of the default group pending"
         self.broken = True
         records = self._records()
-        answers, late = self._ask(protocol.RankRequest.MEET, _MEET_TIMEOUT, when)
+        answers, late = self._ask(RankRequest.MEET, _MEET_TIMEOUT, when)
         errors = [
             f"{self.who([index])}: {line}"
             for index, answer in answers.items()
-            if isinstance(answer, protocol.Rested)
+            if isinstance(answer, Rested)
             for line in answer.left_behind
         ]
         if late or errors:
@@ -293,7 +304,7 @@ class World(WorldProcesses):
         channel = self.processes[index].connection
         deadline = Clock.now() + self._rest_timeout
         try:
-            channel.send(frame(protocol.RankRequest.EXPLAIN))
+            channel.send(frame(RankRequest.EXPLAIN))
             while ready([channel.fileno()], deadline):
                 if (text := channel.receive()) is not None:
                     return str(text)
@@ -311,35 +322,31 @@ class World(WorldProcesses):
         when = "after its part of the test was done"
         self.check_alive(when)
         self.broken = True
-        answers, late = self._ask(protocol.RankRequest.END_TEST, self._rest_timeout, when)
+        answers, late = self._ask(RankRequest.END_TEST, self._rest_timeout, when)
         if late:
             records = self._records()
             stopped = self._interrupt(late, since=Clock.now() - self._rest_timeout)
             raise Account(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records).error()
         self.broken = False
         self.messages = {
-            i: answer.messages
-            for i, answer in answers.items()
-            if isinstance(answer, protocol.Rested) and answer.messages
+            i: answer.messages for i, answer in answers.items() if isinstance(answer, Rested) and answer.messages
         }
-        left_behind = {
-            line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.left_behind
-        }
+        left_behind = {line for answer in answers.values() if isinstance(answer, Rested) for line in answer.left_behind}
         self.broken |= bool(left_behind)
         return tuple(sorted(left_behind))
 
 
 def _went_well(answer: object, number: int | None = None) -> bool:
     """Return whether an answer reports that the rank returned, from call `number` if that is given."""
-    return isinstance(answer, protocol.Outcome) and answer.failure is None and number in (None, answer.number)
+    return isinstance(answer, Outcome) and answer.failure is None and number in (None, answer.number)
 
 
-def _outcomes(answers: Mapping[int, object]) -> dict[int, protocol.Outcome]:
+def _outcomes(answers: Mapping[int, object]) -> dict[int, Outcome]:
     """Return the outcomes among the answers, sorted by rank."""
-    return {index: answer for index, answer in sorted(answers.items()) if isinstance(answer, protocol.Outcome)}
+    return {index: answer for index, answer in sorted(answers.items()) if isinstance(answer, Outcome)}
 
 
-def _in_lockstep(outcomes: Mapping[int, protocol.Outcome]) -> bool:
+def _in_lockstep(outcomes: Mapping[int, Outcome]) -> bool:
     return len({outcome.lockstep for outcome in outcomes.values()}) == 1
 
 
@@ -371,7 +378,7 @@ def pickled_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         ) from error
 
 
-def call_context(simulate: str | None) -> protocol.CallContext:
+def call_context(simulate: str | None) -> CallContext:
     """Return the current call context of this process, for its ranks to adopt."""
     environment = dict(os.environ)
     environment.pop("PYTEST_CURRENT_TEST", None)  # changes per test and phase, and describes this process only
@@ -382,7 +389,7 @@ def call_context(simulate: str | None) -> protocol.CallContext:
         directory = os.getcwd()
     except FileNotFoundError:
         directory = os.sep
-    return protocol.CallContext(tuple(sys.path), directory, environment)
+    return CallContext(tuple(sys.path), directory, environment)
 
 
 def culprit_of(function: Callable[..., Any]) -> str | None:
@@ -430,7 +437,7 @@ class BareWorld(World):
         self._keys = itertools.count()
         # One for all calls: a process adopts a new one, and would lose the variables that the harness has set in it.
         self._context = call_context(None)
-        spec = protocol.RankSpec(
+        spec = RankSpec(
             index=None,
             size=size,
             local_index=0,
@@ -464,7 +471,7 @@ class BareWorld(World):
         return results
 
     def returned(self) -> dict[int, Any]:
-        outcomes = {index: end for index, end in self._answers.items() if isinstance(end, protocol.Outcome)}
+        outcomes = {index: end for index, end in self._answers.items() if isinstance(end, Outcome)}
         return {index: self.loaded(index, end.value) for index, end in outcomes.items() if end.value is not None}
 
     def output(self) -> list[tuple[str, str, str]]:
@@ -479,7 +486,7 @@ class BareWorld(World):
     def _pauses(self) -> Pauses:
         return _Unwatched(self.processes, self.who)
 
-    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], differences: object) -> None:
+    def _check_agreement(self, outcomes: Mapping[int, Outcome], differences: object) -> None:
         """Check nothing: a test of collectives may enter different ones on purpose."""
 
 

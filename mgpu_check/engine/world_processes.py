@@ -8,15 +8,26 @@ import contextlib
 import selectors
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from mgpu_check.devices.placement import Slot
-from mgpu_check.engine import environments
+from mgpu_check.devices.inventory import Slot
 from mgpu_check.engine.failures import NODE, Died, Interrupted, Who
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.lockstep import CROSSED, LOOK, Pauses
 from mgpu_check.engine.process import STACKS_TIMEOUT, Process
 from mgpu_check.errors import AgentLost, RankDied, StartupFailure
-from mgpu_check.processes import protocol
-from mgpu_check.processes.channel import Channel, Clock, Garbled, frame, ready
+from mgpu_check.processes import environments
+from mgpu_check.processes.channel import (
+    Channel,
+    Clock,
+    Garbled,
+    Group,
+    Outcome,
+    Paused,
+    RankSpec,
+    Ready,
+    Rested,
+    frame,
+    ready,
+)
 from mgpu_check.processes.child_processes import STACKS_SIGNAL
 from mgpu_check.processes.collective_records import Record
 from mgpu_check.processes.tracebacks import HALTED
@@ -93,7 +104,7 @@ def _hear(process: Process, expected: type, pauses: bool = False) -> object:
         return None
     if answer is None:
         return _NOTHING_YET if process.exit_code is None else None
-    if not isinstance(answer, expected) and not (pauses and isinstance(answer, protocol.Paused)):
+    if not isinstance(answer, expected) and not (pauses and isinstance(answer, Paused)):
         raise Garbled(f"it is {type(answer).__name__}, not {expected.__name__}")
     return answer
 
@@ -108,10 +119,10 @@ def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[in
     return wanted
 
 
-def agree(outcomes: Sequence[protocol.Outcome]) -> bool:
+def agree(outcomes: Sequence[Outcome]) -> bool:
     """Return whether all members of each group have entered the same collectives."""
-    checks: dict[protocol.Group, set[tuple[int, int]]] = {}
-    counted: dict[protocol.Group, int] = {}
+    checks: dict[Group, set[tuple[int, int]]] = {}
+    counted: dict[Group, int] = {}
     for outcome in outcomes:
         for group, count, check in outcome.agreement:
             checks.setdefault(group, set()).add((count, check))
@@ -133,7 +144,7 @@ class WorldProcesses:
     def __init__(
         self,
         launcher: Launcher,
-        spec_of: Callable[[int], protocol.RankSpec],
+        spec_of: Callable[[int], RankSpec],
         indices: Sequence[int],
         slots: Sequence[Slot],
     ) -> None:
@@ -161,9 +172,9 @@ class WorldProcesses:
 
     def _await_ready(self, unsent: Sequence[int]) -> None:
         def is_up(answer: object) -> bool:
-            return isinstance(answer, protocol.Ready) and answer.failure is None
+            return isinstance(answer, Ready) and answer.failure is None
 
-        answers, late = self._collect(_START_TIMEOUT, protocol.Ready, is_up, dead=unsent)
+        answers, late = self._collect(_START_TIMEOUT, Ready, is_up, dead=unsent)
         for index, answer in answers.items():
             if answer is None:
                 end = self._died(index, Clock.now() + EXIT_TIMEOUT)
@@ -172,7 +183,7 @@ class WorldProcesses:
                     f"{self.processes[index].output('stderr')}{end.last_words}",
                     ranks=[index],
                 )
-            assert isinstance(answer, protocol.Ready)
+            assert isinstance(answer, Ready)
             if answer.failure is not None:
                 failure = StartupFailure(
                     f"{self.who.full([index])} could not start: {answer.failure.headline}\n{answer.failure.text}",
@@ -186,7 +197,7 @@ class WorldProcesses:
     def _ask(self, message: object, timeout: float, when: str) -> tuple[dict[int, object], list[int]]:
         """Send `message` to all processes, and return their answers and the late ones; raise `RankDied` if one died."""
         unsent = self._send(lambda _: message)
-        answers, late = self._collect(timeout, protocol.Rested, lambda answer: answer is not None, dead=unsent)
+        answers, late = self._collect(timeout, Rested, lambda answer: answer is not None, dead=unsent)
         dead = [index for index, answer in answers.items() if answer is None]
         if dead:
             self._raise_dead(dead, when)
@@ -304,7 +315,7 @@ class WorldProcesses:
                     if answer is _NOTHING_YET:
                         selector.modify(process.connection, _interest(process), index)
                         continue
-                    if isinstance(answer, protocol.Paused):
+                    if isinstance(answer, Paused):
                         assert pauses is not None
                         pauses.come(index, answer)
                         continue

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from mgpu_check.diagnosis.observations import KINDS, PARITY
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.errors import RankHang, ScalingMismatch
-from mgpu_check.gates.comparison.parameter_coverage import check_unjudged
+from mgpu_check.gates.comparison.coverage import check_unjudged
 from mgpu_check.gates.explanation.failure_report import Failure, late_hang, report_of
 from mgpu_check.gates.explanation.investigation import failure_of, no_return_of, shrunk_to_axes
-from mgpu_check.gates.gate_arguments import RanksFixture, definition_of
-from mgpu_check.gates.program import Program, check_arguments
+from mgpu_check.gates.gate_arguments import Program, RanksFixture, check_arguments, definition_of
 from mgpu_check.gates.run.switches import AXES, Switch
 from mgpu_check.gates.search.agreement import (
     Agreement,

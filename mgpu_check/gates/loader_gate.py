@@ -11,7 +11,7 @@ from mgpu_check.diagnosis.report import Attempts, Observable, Report
 from mgpu_check.diagnosis.rules.order import distinct, findings_of_loader
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ScalingMismatch
-from mgpu_check.gates.comparison.sample_coverage import Coverage, Visits, coverage_of, same_orders, samples_of
+from mgpu_check.gates.comparison.coverage import Coverage, Visits, coverage_of, same_orders, samples_of
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, noting, world_sizes_of
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.processes.rank_lists import named

@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
-from mgpu_check.gates.comparison.parameter_coverage import check_unjudged
-from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, world_sizes_of
-from mgpu_check.gates.program import Program, check_arguments, name_of
+from mgpu_check.gates.comparison.coverage import check_unjudged
+from mgpu_check.gates.gate_arguments import (
+    Program,
+    RanksFixture,
+    check_arguments,
+    check_count,
+    definition_of,
+    name_of,
+    world_sizes_of,
+)
 from mgpu_check.gates.run.step_runs import run_step
 from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Sizes, families, smallest_failure
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, check_meshes, size_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
 from mgpu_check.numerics.factors import common_factor, evenly
+from mgpu_check.numerics.reduction import significand_bits, unit_roundoff
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, name_of, plain
 
 

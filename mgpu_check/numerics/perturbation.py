@@ -16,7 +16,7 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.reduction import unit_roundoff
 
 _FEW = 4096
 """Elements up to which every element gets its own random sign; larger tensors use a table, since drawing is slow."""

@@ -43,8 +43,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 

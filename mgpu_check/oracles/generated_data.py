@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.oracles.devices import operators
+from mgpu_check.oracles.devices import cases
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
 MASK = (1 << 64) - 1
@@ -153,7 +153,7 @@ def _halves(tensor: torch.Tensor) -> int:
 
 
 ALL: tuple[torch.dtype, ...] = tuple(
-    getattr(torch, name) for name in (*operators.NUMBERS, "bool", "complex64", "complex128")
+    getattr(torch, name) for name in (*cases.NUMBERS, "bool", "complex64", "complex128")
 )
 _CPU = torch.device("cpu")
 _PART = {torch.complex64: torch.float32, torch.complex128: torch.float64}

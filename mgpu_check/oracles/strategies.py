@@ -13,10 +13,21 @@ import hypothesis
 from hypothesis import strategies as st
 
 from mgpu_check import settings
-from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
-from mgpu_check.oracles.batches import KINDS, BatchSpec, Leaf, Nested, Split
+from mgpu_check.devices.inventory import Slot, WorldSize, slots_for, spread
 from mgpu_check.oracles.devices.mixed_operands import OperatorTable
-from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, PINNED, TensorSpec, layouts_for
+from mgpu_check.oracles.tensors import (
+    COMPLEX_DTYPES,
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    PINNED,
+    BatchSpec,
+    Leaf,
+    Nested,
+    Split,
+    TensorSpec,
+    layouts_for,
+)
 from mgpu_check.oracles.training.cases import OPTIMIZERS, ExactTraining, TrainingSpec, WholeRun
 
 T = TypeVar("T")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mgpu_check.devices.inventory import Device, Inventory
-from mgpu_check.devices.placement import Mask, Slot
+from mgpu_check.devices.inventory import Device, Inventory, Mask, Slot
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import Settings
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.applications import is_packaged
 from mgpu_check.asserts.known_defects import heard_by, reported_to
 from mgpu_check.engine.world import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin import private_names
-from mgpu_check.plugin.packaged_suites import is_packaged
 from mgpu_check.plugin.rank_messages import Logging, steps_to
 from mgpu_check.plugin.ranks import abandoning
 from mgpu_check.plugin.replacements import Replacements
@@ -25,7 +25,7 @@ from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.serialization import bare, by_value
 from mgpu_check.plugin.session import FirstFailure, GpuSession
 from mgpu_check.plugin.stash import SESSION
-from mgpu_check.processes import protocol
+from mgpu_check.processes import channel
 from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -36,7 +36,7 @@ BOUND_TO_PYTEST = frozenset(
 """Fixtures that act on the pytest process; in another process they would have no effect, or a wrong one."""
 
 
-class Absent(protocol.Placeholder):
+class Absent(channel.Placeholder):
     """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only a test's body gets their values."""
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +54,7 @@ class Absent(protocol.Placeholder):
         printer.text(self.name)  # in Hypothesis' "test_x(rank=rank, n=3)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return protocol.Placeholder, (self.name, self.count)
+        return channel.Placeholder, (self.name, self.count)
 
     def _why(self) -> str:
         return (
@@ -146,7 +146,7 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
     @functools.wraps(original)
     def sent(*args: Any, **kwargs: Any) -> Any:
         if needs.where == "node" and isinstance(kwargs.get("gpus"), Absent) and needs.count:
-            kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
+            kwargs["gpus"] = channel.Placeholder("gpus", needs.count)
         for name, value in kwargs.items():
             if draws_on(value):
                 raise pytest.UsageError(
@@ -173,7 +173,7 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
             result = body(*args, **kwargs)
         except RankHang as hang:
             # Hypothesis does not treat a BaseException as a failing example, so it would not print the example.
-            shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, protocol.Placeholder))
+            shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, channel.Placeholder))
             if steps := steps_to(hang):
                 shown = "\n".join(["", *steps])
             if drawn or steps:

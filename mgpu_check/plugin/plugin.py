@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
-from mgpu_check.plugin.harness_hooks import Adapting
+from mgpu_check.plugin.harnesses import Adapting
 from mgpu_check.plugin.launch import is_launched, over, wrong_launch
 from mgpu_check.plugin.module_state import watching
 from mgpu_check.plugin.private_names import TestCaseFunction
@@ -270,8 +270,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 item.stash[MISUSE] = misuse  # because a usage error in an xdist worker would look like a crash
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
+        from mgpu_check.applications import used_by_ranks
         from mgpu_check.plugin.execution import record_replacements
-        from mgpu_check.plugin.packaged_suites import used_by_ranks
         from mgpu_check.plugin.session import started
 
         gpu_session.preload += used_by_ranks(session.items)

@@ -12,7 +12,7 @@ import pytest
 from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.errors import RankHang, RankHangInFixture
 from mgpu_check.plugin.session import GpuSession
-from mgpu_check.processes.python_environment import simulating
+from mgpu_check.processes.environments import simulating
 
 
 class Ranks:

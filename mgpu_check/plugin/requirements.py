@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mgpu_check.devices.placement import WorldSize, spread
+from mgpu_check.devices.inventory import WorldSize, spread
 from mgpu_check.plugin.private_names import TestCaseFunction, fixture_function, fixture_names
 
 OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})

@@ -150,10 +150,10 @@ class GpuSession:
 
     def _new_pool(self, devices: int) -> RankPool:
         # Imported here: every pytest run with this package installed creates a session, but few need ranks.
-        from mgpu_check.engine.environments import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
         from mgpu_check.engine.pool import RankPool
         from mgpu_check.plugin.rank_messages import deliver
+        from mgpu_check.processes.environments import FIRST
 
         self._agents = launch.launcher_of_this_run(self.settings)
         unshared = self.preload if self.settings.simulate == "cpu" else ()
@@ -201,8 +201,8 @@ class GpuSession:
         if self._keep is None:
             return
         from mgpu_check.engine import keeper_socket
-        from mgpu_check.engine.environments import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
+        from mgpu_check.processes.environments import FIRST
 
         reason = "a launcher starts the ranks" if launch.is_launched() else keeper_socket.obstacle(os.environ)
         if reason:

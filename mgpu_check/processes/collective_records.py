@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mgpu_check.processes.protocol import Group
+from mgpu_check.processes.channel import Group
 from mgpu_check.processes.rank_lists import grouped, named
 
 KEPT = 32  # number of collectives in a record, which holds the last ones

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from mgpu_check.processes import pickling, protocol
+from mgpu_check.processes import channel, pickling
 from mgpu_check.processes.pickling import Pickler
 from mgpu_check.processes.tracebacks import is_engine
 
@@ -52,13 +52,13 @@ def _message(error: BaseException) -> str:
         return f"<str() of it raised {type(broken).__name__}>"
 
 
-def failure_of(error: BaseException) -> protocol.RaisedInRank:
+def failure_of(error: BaseException) -> channel.RaisedInRank:
     origin = traceback.extract_tb(error.__traceback__)
     # Skip the wrappers around C++ methods: Hypothesis would confuse all failures that are raised in the same wrapper.
     others = [frame for frame in origin if not is_engine(frame.filename)] or origin
     last = others[-1] if others else None
     message = _message(error)
-    return protocol.RaisedInRank(
+    return channel.RaisedInRank(
         kind=_kind(error),
         type=type(error).__name__,
         message=next(iter(message.splitlines()), ""),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mgpu_check.processes.protocol import ANY, MANY, Group, PeerTransfers, TensorRun
+from mgpu_check.processes.channel import ANY, MANY, Group, PeerTransfers, TensorRun
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, Collective, Transfer
 from mgpu_check.torch_hooks.tensors import name_of
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed import utils
 
 from mgpu_check.processes import collective_records
-from mgpu_check.processes.protocol import ANY, COLLECTIVE, Group, PeerTransfers
+from mgpu_check.processes.channel import ANY, COLLECTIVE, Group, PeerTransfers
 from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.torch_hooks.collective_arguments import Flows, compared, group_of, option, shown
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, METHODS, Form, FunctionForm, MethodForm

@@ -17,7 +17,7 @@ import pytest
 from mgpu_check.acceptance.plan import Plan, Selection
 from mgpu_check.acceptance.run import Run
 from mgpu_check.cli import accept
-from mgpu_check.devices.placement import Slot
+from mgpu_check.devices.inventory import Slot
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import resolve
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance.checklist import check_runs, floors
 from mgpu_check.acceptance.dcgm.diagnostic import examine_diagnostic, read_diagnostic
 from mgpu_check.acceptance.findings import KINDS, judged, listed
+from mgpu_check.acceptance.plan import check_runs, floors
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.verdict import remedy_for
 from mgpu_check.devices.observations import Observation, Part, Subject

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.dcgm import test_dcgm
 from mgpu_check.acceptance.faults import all_hardware_faults, hardware_planted, hardware_text, planted_from
 from mgpu_check.acceptance.findings import identify, judged
@@ -37,6 +36,7 @@ from mgpu_check.acceptance.machine.checks import (
 )
 from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
 from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.run_report import Host, RunLog
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.processes.machine import boot_id

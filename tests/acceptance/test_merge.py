@@ -10,9 +10,8 @@ import pytest
 
 from mgpu_check.__main__ import main
 from mgpu_check.acceptance.report import prometheus, summary
-from mgpu_check.acceptance.report.files import write
+from mgpu_check.acceptance.report.files import read, write
 from mgpu_check.acceptance.report.merge import merge
-from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.option_values import Level

@@ -12,9 +12,8 @@ import pytest
 
 from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.report import page, prometheus, summary
-from mgpu_check.acceptance.report.files import brief, shortened, write
+from mgpu_check.acceptance.report.files import brief, read, shortened, write
 from mgpu_check.acceptance.report.page import health_of
-from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Observation, Subject
 from tests.acceptance import run_reports

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.findings import KINDS, listed
+from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.run_report import Accusation
 from mgpu_check.acceptance.verdict import of_symptoms, remedy_for
 from mgpu_check.devices.observations import Observation, Part, PartKind, Subject

@@ -12,12 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mgpu_check.acceptance.checklist import CHECKLIST
-from mgpu_check.acceptance.report import prometheus, values
-from mgpu_check.acceptance.report.files import check_paths, clear, write
+from mgpu_check.acceptance.plan import CHECKLIST
+from mgpu_check.acceptance.report import prometheus
+from mgpu_check.acceptance.report.files import SCHEMA, check_paths, clear, read, to_json, write
+from mgpu_check.acceptance.report.files import schema as published
 from mgpu_check.acceptance.report.page import health_of
 from mgpu_check.acceptance.report.summary import lines, rates
-from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
 from mgpu_check.acceptance.run_report import CheckRun, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Part, Subject, Work
 from mgpu_check.devices.telemetry.sampler import TelemetrySample
@@ -49,7 +49,7 @@ def test_json_follows_the_schema_and_is_read_back(name, tmp_path):
 
 def test_the_published_schema_is_that_of_the_account():
     jsonschema.Draft202012Validator.check_schema(schema())
-    assert values.schema() == SCHEMA.read_text(), f"python -m {values.__name__} writes it"
+    assert published() == SCHEMA.read_text(), f"python -m {published.__module__} writes it"
     measurement, gpu = (schema()["$defs"][name] for name in ("Measurement", "Gpu"))
     assert measurement["description"] == "The speed of one subject."
     assert measurement["properties"]["spread"]["description"].startswith(

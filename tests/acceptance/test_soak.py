@@ -9,7 +9,7 @@ import pytest
 
 from mgpu_check.acceptance.cases import Loaded, SoakCase, Trained, TransformerCase
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.soak.rounds import Rate, Soak, slower
+from mgpu_check.acceptance.soak.test_soak import Rate, Soak, slower
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 MODEL = dict.fromkeys(range(4), "G")

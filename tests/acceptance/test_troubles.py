@@ -17,7 +17,7 @@ from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.engine.failures import NODE, Account, Died, Finished, Interrupted, Raised, Who
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
 from mgpu_check.option_values import Level
-from mgpu_check.processes.protocol import RaisedInRank
+from mgpu_check.processes.channel import RaisedInRank
 from mgpu_check.settings import Settings
 
 GPUS = (4, 5, 6)

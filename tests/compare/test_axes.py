@@ -9,7 +9,7 @@ import pytest
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.assembly import assembled
 from mgpu_check.compare.diagnosis import axes_of
-from mgpu_check.compare.in_script import process_groups
+from mgpu_check.compare.in_script import script_calls
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
@@ -103,10 +103,10 @@ def test_a_mesh_is_noted_with_the_place_of_the_rank():
         def size(self, dim):
             return (2, 4)[dim]
 
-    assert process_groups._axes(Mesh()) == [("dp", 1, 2), ("tp", 0, 4)]
+    assert script_calls._axes(Mesh()) == [("dp", 1, 2), ("tp", 0, 4)]
     part_of_another: Any = Mesh()
     part_of_another._root_mesh = Mesh()
-    assert process_groups._axes(part_of_another) == []
+    assert script_calls._axes(part_of_another) == []
 
 
 SUM, BACKWARD = "all_reduce (sum, 2 ranks) at train.py:7", "backward at train.py:5"

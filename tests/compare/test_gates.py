@@ -9,8 +9,7 @@ import pytest
 
 from mgpu_check.__main__ import main
 from mgpu_check.compare import processes
-from mgpu_check.compare.arguments import fitted
-from mgpu_check.compare.processes import fresh_directory
+from mgpu_check.compare.processes import fitted, fresh_directory
 from tests.compare.conftest import script
 
 WITH_A_SNAPSHOT = script("with_a_snapshot")

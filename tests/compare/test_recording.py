@@ -27,7 +27,7 @@ from mgpu_check.compare.trace import (
     positions,
     read,
 )
-from mgpu_check.processes.python_environment import FLOAT32
+from mgpu_check.processes.environments import FLOAT32
 from mgpu_check.torch_hooks.tensors import as_bits
 from tests.compare.conftest import script
 

@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-from mgpu_check.compare.in_script.fingerprint import fingerprint
 from mgpu_check.compare.in_script.joining import NotJoinedError, SampleRows, join, sample_dimension
-from mgpu_check.compare.in_script.replay import epoch_of, tensors_of, with_other_seeds
+from mgpu_check.compare.in_script.replay import epoch_of, fingerprint, tensors_of, with_other_seeds
 from mgpu_check.compare.in_script.tape import Tape, Tapes, Unstored, place, write_joint
-from mgpu_check.compare.replay_judgement import mistakes_of, remarks_of
 from mgpu_check.compare.trace import Step, Trace
+from mgpu_check.compare.verdict import mistakes_of, remarks_of
 from tests.compare.conftest import script
 
 RANDOM = script("random_inputs")
@@ -228,7 +227,7 @@ def test_shards_that_differ_anywhere_have_other_fingerprints(monkeypatch):
     assert fingerprint(data(x=middle(1).numpy())) != fingerprint(data(x=middle(2).numpy()))
     functions = [[data(x=torch.full((3,), value), change=lambda x: x)] for value in (0, 1)]
     assert fingerprint(data(of=functions[0])) != fingerprint(data(of=functions[1]))
-    monkeypatch.setattr("mgpu_check.compare.in_script.fingerprint._LIMIT", 2**10)
+    monkeypatch.setattr("mgpu_check.compare.in_script.replay._LIMIT", 2**10)
     lines = [b"%d" % number * 10 for number in range(2000)]
     equal = [fingerprint(data(lines=list(lines))) for _ in range(2)]
     assert equal[0] == equal[1] != fingerprint(data(lines=[*lines[:1000], *reversed(lines[1000:])]))

@@ -12,7 +12,7 @@ from mgpu_check import NotCompared, ScalingMismatch, assert_script_scales
 from mgpu_check.compare import comparison
 from mgpu_check.compare.verdict import ComparisonVerdict, refused
 from mgpu_check.diagnosis.report import Finding, Report
-from mgpu_check.processes.python_environment import FLOAT32
+from mgpu_check.processes.environments import FLOAT32
 from tests.warm import COMPARED_ON_ONE_DEVICE
 
 FOUND = Finding("world-size-factor", "2 times", site="train.py:24")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mgpu_check.devices import inventory
-from mgpu_check.devices.inventory import Device
-from mgpu_check.devices.placement import Slot
+from mgpu_check.devices.inventory import Device, Slot
 from mgpu_check.plugin.device_leases import Leasing
 from mgpu_check.settings import Settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.engine.lockstep import unmatched
-from mgpu_check.processes.protocol import ANY, MANY, Group, PeerTransfers, TensorRun
+from mgpu_check.processes.channel import ANY, MANY, Group, PeerTransfers, TensorRun
 
 WORLD = Group("", (0, 1, 2))
 

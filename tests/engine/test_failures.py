@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mgpu_check.engine.failures import Account, Died, Raised, Who
-from mgpu_check.processes.protocol import RaisedInRank
+from mgpu_check.processes.channel import RaisedInRank
 
 
 def raised(kind: str, message: str) -> Raised:

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.engine import environments, keeper_socket
+from mgpu_check.engine import keeper_socket
 from mgpu_check.engine.forkserver import END
 from mgpu_check.engine.keeper_socket import KeeperSocket, KeptServer, NotKept, attach, keeper_of, key_of
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
+from mgpu_check.processes import environments
 from tests.conftest import processes_with
 from tests.engine.processes import gone, pids
 

@@ -15,8 +15,8 @@ from mgpu_check.engine.failures import Who
 from mgpu_check.engine.lockstep import Pauses
 from mgpu_check.engine.rank_side.worker import pause
 from mgpu_check.errors import RankDied, RankFailure, RankHang
+from mgpu_check.processes.channel import Group
 from mgpu_check.processes.collective_records import Entered, Record, ahead, uneven
-from mgpu_check.processes.protocol import Group
 
 
 def headline(info: pytest.ExceptionInfo[BaseException]) -> str:

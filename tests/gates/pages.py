@@ -14,8 +14,7 @@ from mgpu_check import (
     assert_resume_continues,
     assert_step_scales,
 )
-from mgpu_check.gates.gate_arguments import RanksFixture
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program, RanksFixture
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.docs.pages import MISTAKES, first_files
 from tests.gates.single_cases import failures

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from mgpu_check.diagnosis.observations import KINDS
-from mgpu_check.gates.gate_arguments import RanksFixture
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program, RanksFixture
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trial, Trials
 

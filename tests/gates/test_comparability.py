@@ -9,7 +9,7 @@ import pytest
 
 from mgpu_check.diagnosis.observations import Expected, ObservedRun, Relations
 from mgpu_check.errors import NotCompared
-from mgpu_check.gates.comparison.parameter_coverage import ParameterCoverage, check_unjudged
+from mgpu_check.gates.comparison.coverage import ParameterCoverage, check_unjudged
 from mgpu_check.gates.search.scenarios import Scenario
 
 WHY = "it is divided"

@@ -37,7 +37,7 @@ from mgpu_check.diagnosis.rules.optimizers import makes_something_else
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.explanation.evidence import evidence_of
 from mgpu_check.gates.explanation.investigation import SecondLook
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
 from tests.gates import divided

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from mgpu_check.diagnosis.observations import KINDS, Result
 from mgpu_check.errors import RankHang
 from mgpu_check.gates.comparison.relations import allowed_for, relations_of
-from mgpu_check.gates.gate_arguments import RanksFixture
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program, RanksFixture
 from mgpu_check.gates.run.measurement import (
     LARGE,
     RUNS,

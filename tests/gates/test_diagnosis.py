@@ -12,7 +12,7 @@ import pytest
 
 from mgpu_check import ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.observations import KINDS
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
 from tests.gates import (

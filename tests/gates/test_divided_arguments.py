@@ -18,7 +18,7 @@ from mgpu_check import NotCompared, ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.observations import KINDS, Relations, Result
 from mgpu_check.gates.explanation.failure_report import Axes
 from mgpu_check.gates.explanation.investigation import shrunk_to_axes
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trial, Trials
 from tests.gates import divided, steps

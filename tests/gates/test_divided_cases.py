@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mgpu_check import Rank
 from mgpu_check.diagnosis.observations import KINDS
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trial, Trials
 from mgpu_check.numerics.placement import Unplaced, Wholes

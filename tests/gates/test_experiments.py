@@ -15,7 +15,7 @@ from mgpu_check.diagnosis.evidence import UnfinishedCall
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules.order import findings_of_calls
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
 from mgpu_check.processes.collective_records import Entered

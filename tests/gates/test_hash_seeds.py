@@ -21,9 +21,9 @@ from mgpu_check import (
     assert_resume_continues,
     assert_step_scales,
 )
-from mgpu_check.engine import environments
 from mgpu_check.errors import RankFailure
 from mgpu_check.gates.search.hash_seeds import sets_used, with_seeds_apart
+from mgpu_check.processes import environments
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check import NotCompared
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.single_cases import failures
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import NotCompared, ScalingMismatch
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.run.measurement import measure
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.single_cases import failures

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from mgpu_check import assert_step_scales
 from mgpu_check.diagnosis.observations import Expected, ObservedRun
-from mgpu_check.gates.comparison.parameter_coverage import PassLimits
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.comparison.coverage import PassLimits
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import has_equal_lengths
 from mgpu_check.gates.step_gate import micro_batches_of
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check import ScalingMismatch, assert_metric_scales, assert_step_scales
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.run.draws import redrawing
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.checkpoints import refuted as resuming_refuted

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import RankHang, ScalingMismatch, assert_step_scales
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.patience import OnTime
 from tests.gates.single_cases import failures

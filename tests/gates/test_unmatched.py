@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check import ScalingMismatch, assert_resume_continues, assert_step_scales
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.single_cases import failures
 

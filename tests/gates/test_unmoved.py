@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mgpu_check import assert_evaluation_agrees, assert_metric_scales, assert_step_scales, assert_steps_agree
 from mgpu_check.engine.failures import Account, Interrupted, Raised, Who
 from mgpu_check.errors import ScalingMismatch
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.run.hypotheses import left_on_cpu
-from mgpu_check.processes.protocol import RaisedInRank
+from mgpu_check.processes.channel import RaisedInRank
 
 pytestmark = pytest.mark.gpus(2)
 FEW: Any = {"sizes": "divisible", "max_examples": 2}

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.numerics.bounds import gamma, significand_bits, unit_roundoff
-from mgpu_check.numerics.reduction import compensated_sum, random_parts, reduced
+from mgpu_check.numerics.reduction import compensated_sum, gamma, random_parts, reduced, significand_bits, unit_roundoff
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

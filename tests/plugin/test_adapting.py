@@ -10,7 +10,7 @@ import unittest
 import pytest
 
 import mgpu_check
-from mgpu_check.processes.python_environment import simulating
+from mgpu_check.processes.environments import simulating
 
 EXPECTTEST = """
 import unittest

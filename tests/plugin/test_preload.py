@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mgpu_check.suite
-from mgpu_check.plugin.packaged_suites import used_by_ranks
+from mgpu_check.applications import used_by_ranks
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import Settings
 from mgpu_check.suite.common.faults.registry import FAULTS

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.devices.placement import Slot
+from mgpu_check.devices.inventory import Slot
 from mgpu_check.engine.remote import connections as listener
 from mgpu_check.engine.remote.connections import AgentGone, Connections, Lines, line
 from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present

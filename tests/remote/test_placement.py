@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
+from mgpu_check.devices.inventory import Slot, WorldSize, slots_for, spread
 from mgpu_check.oracles.strategies import placed
 from mgpu_check.plugin.requirements import placements
-from mgpu_check.processes.protocol import CallContext
+from mgpu_check.processes.channel import CallContext
 from mgpu_check.settings import activate, resolve
 from mgpu_check.strategies import device_counts, places, world_sizes
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 
 from mgpu_check import strategies
 from mgpu_check.engine.remote import launched_process
-from mgpu_check.devices.placement import WorldSize
+from mgpu_check.devices.inventory import WorldSize
 
 
 def total(rank):

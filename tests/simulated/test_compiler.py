@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.simulated import simulated_node
-from mgpu_check.simulated.cuda import torch_tools
+from mgpu_check.simulated import activation, simulated_node
 
 
 @pytest.mark.filterwarnings("error")
 def test_what_is_compiled_runs_eagerly(monkeypatch, capfd):
-    monkeypatch.setattr(torch_tools, "_warned", set())
+    monkeypatch.setattr(activation, "_warned", set())
     monkeypatch.delenv("RANK", raising=False)
     before = torch.compile
     with simulated_node(2):
@@ -30,7 +29,7 @@ def test_what_is_compiled_runs_eagerly(monkeypatch, capfd):
         assert double(torch.ones(1, device="cuda:0")).item() == 2
     assert torch.compile is before
     assert capfd.readouterr().err.count("torch.compile has no effect on simulated GPUs") == 1
-    monkeypatch.setattr(torch_tools, "_warned", set())
+    monkeypatch.setattr(activation, "_warned", set())
     monkeypatch.setenv("RANK", "1")
     with simulated_node(2):
         torch.compile(net)

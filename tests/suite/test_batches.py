@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.oracles.batches import KINDS
 from mgpu_check.oracles.strategies import batches
+from mgpu_check.oracles.tensors import KINDS
 from mgpu_check.strategies import BatchSpec, Leaf, Nested, Sample, Split, TensorSpec, batch_sizes
 
 X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mgpu_check.errors import CollectiveMismatch
-from mgpu_check.oracles.collectives.cases import FLOATING, OPERATIONS, REDUCED, CollectiveCall, left_out
-from mgpu_check.oracles.collectives.findings import assert_shared
+from mgpu_check.oracles.collectives.cases import FLOATING, OPERATIONS, REDUCED, CollectiveCall, assert_shared, left_out
 from mgpu_check.oracles.collectives.repeated_calls import LIMIT, elements_for, mean_error, most_ranks, terms_of
 from mgpu_check.suite.collectives import strategies as collective_calls
 from mgpu_check.suite.collectives.calls import CallMemory, _may_refuse, given_blocks, right_block, shaped, stretched

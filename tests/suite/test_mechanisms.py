@@ -9,7 +9,7 @@ import torch
 
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.suite.parallelism.mechanisms import step_of, tolerance_of
-from mgpu_check.suite.recipes import experts, sequence_parallel, tensor_parallel
+from mgpu_check.suite.recipes import experts, model_parallel, sequence_parallel
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -36,8 +36,8 @@ def test_each_result_depends_on_the_data(name):
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_ranks_hold_all_rows_of_a_fused_weight(interleaved):
     for ranks, shared, each in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 3)):
-        heads = tensor_parallel.FusedHeads(max(shared, ranks) * each, shared, 2, interleaved)
-        rows = [tensor_parallel.rows_of(heads, rank, ranks)[0] for rank in range(ranks)]
+        heads = model_parallel.FusedHeads(max(shared, ranks) * each, shared, 2, interleaved)
+        rows = [model_parallel.rows_of(heads, rank, ranks)[0] for rank in range(ranks)]
         held = [row for own in rows for row in own]
         assert set(held) == set(range((heads.queries + 2 * shared) * heads.width))
         alike = ranks // min(shared, ranks)
@@ -45,11 +45,11 @@ def test_ranks_hold_all_rows_of_a_fused_weight(interleaved):
 
 
 def test_a_rank_splits_its_rows_as_the_whole_is_split():
-    heads = tensor_parallel.FusedHeads(8, 2, 3, True)
+    heads = model_parallel.FusedHeads(8, 2, 3, True)
     whole = torch.arange(12.0 * 3).reshape(1, 1, -1)
-    rows, own = tensor_parallel.rows_of(heads, 1, 2)
+    rows, own = model_parallel.rows_of(heads, 1, 2)
     for part, every in zip(
-        tensor_parallel.split(whole[..., rows], own), tensor_parallel.split(whole, heads), strict=True
+        model_parallel.split(whole[..., rows], own), model_parallel.split(whole, heads), strict=True
     ):
         assert torch.equal(part, every[:, every.shape[1] // 2 :])
 

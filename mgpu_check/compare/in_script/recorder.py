@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mgpu_check.compare import process_watch
-from mgpu_check.compare.in_script import perturbations, process_groups, script_calls
+from mgpu_check.compare.in_script import perturbations, script_calls
 from mgpu_check.compare.in_script.models import (
     Names,
     described,
@@ -54,7 +54,7 @@ from mgpu_check.compare.in_script.summaries import (
 from mgpu_check.compare.process_watch import install_count
 from mgpu_check.compare.trace import FORMAT, VERSION, Inputs, OutputSummary, Writer, joined_outputs, total
 from mgpu_check.processes.collective_records import relative
-from mgpu_check.processes.python_environment import rank_and_world
+from mgpu_check.processes.environments import rank_and_world
 from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.collective_arguments import group_of, option
@@ -349,7 +349,7 @@ def install(
     taped: int | None,
     moved: int | None,
     store: tuple[str, int],
-    places: process_groups.Places,
+    places: script_calls.Places,
     distinct: bool,
     files: Files,
 ) -> None:
@@ -362,7 +362,7 @@ def install(
         steps: number of optimizer steps until the process waits to be ended; None: the script runs to its end.
         taped: number of steps that the file `tape` receives; None: the usual number.
         moved: seed of perturbations; None: no perturbations.
-        store, places: see `mgpu_check.compare.in_script.process_groups.install_meeting`.
+        store, places: see `mgpu_check.compare.in_script.script_calls.install_meeting`.
         distinct: make the elements of constant tensors distinct.
         files: see `mgpu_check.compare.in_script.placements.Files`.
     """
@@ -395,8 +395,8 @@ def install(
     patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(_watching_errors, raised=raised))
     patches.wrap(torch.autograd, "backward", around(recorder.backward))  # Tensor.backward calls it, too
     script_calls.install(recorder, world)
-    process_groups.install_meeting(recorder.note, store, places)
-    recorder.known.placing.coordinates = process_groups.install_meshes(recorder.note)
+    script_calls.install_meeting(recorder.note, store, places)
+    recorder.known.placing.coordinates = script_calls.install_meshes(recorder.note)
     process_watch.install_watch(fd)
     if world > 1 and torch.distributed.is_available():
         recorder.flow = Flow(recorder.names, recorder.guard, recorder.note)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mgpu_check.compare import reports
-from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.comparability import SEEDS
 from mgpu_check.compare.comparison import (
     ComparisonPlan,
@@ -28,7 +27,7 @@ from mgpu_check.compare.comparison import (
     run_script,
     temporary,
 )
-from mgpu_check.compare.processes import ScriptRun
+from mgpu_check.compare.processes import ScriptRun, fitted
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.traces.files import RecordedRun, gathered, whole
 from mgpu_check.compare.verdict import SEED, ComparisonVerdict, Kind

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.processes.protocol import Placeholder
+from mgpu_check.processes.channel import Placeholder
 
 if TYPE_CHECKING:
     import torch

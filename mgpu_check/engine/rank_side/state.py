@@ -32,9 +32,8 @@ from torch._C import _distributed_c10d as c10d
 from torch._tensor_str import PRINT_OPTS
 
 from mgpu_check.engine.rank_side.devices import own_gloo_devices
-from mgpu_check.processes.channel import Clock
+from mgpu_check.processes.channel import SEED, Clock
 from mgpu_check.processes.child_processes import children_but_managers, name_and_state
-from mgpu_check.processes.protocol import SEED
 from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.module_objects import Replaceable
 from mgpu_check.torch_hooks.switches import Modes, seed_everything

@@ -36,7 +36,7 @@ from mgpu_check.engine.rank_side.devices import (
 from mgpu_check.engine.rank_side.python_hooks import note_names
 from mgpu_check.engine.rank_side.rank import Rank, become, current_rank
 from mgpu_check.engine.rank_side.state import FreshState, Steps, backends_of, groups_made, number_of
-from mgpu_check.processes import pickling, protocol
+from mgpu_check.processes import channel, pickling
 from mgpu_check.processes.channel import RankEnd
 from mgpu_check.processes.child_processes import CONNECTION_LOST, MARK, STACKS_SIGNAL
 from mgpu_check.processes.heap import keep_freed_memory
@@ -82,13 +82,13 @@ def main(connection_fd: int, log_fd: int, stacks_fd: int, record_fd: int, direct
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text files here
     try:
         spec = connection.recv()
-        assert isinstance(spec, protocol.RankSpec)
+        assert isinstance(spec, channel.RankSpec)
         worker = Worker(connection, spec, stacks_fd, directory)
-        connection.send(protocol.Ready())
+        connection.send(channel.Ready())
     except EOFError:
         return 0
     except BaseException as error:
-        connection.send(protocol.Ready(failure_of(error)))
+        connection.send(channel.Ready(failure_of(error)))
         return 1
     try:
         worker.loop()
@@ -115,7 +115,7 @@ def _write_stacks_to(fd: int) -> None:
 class Worker:
     """The state and the message loop of one process of the pool."""
 
-    def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int, directory: str) -> None:
+    def __init__(self, connection: RankEnd, spec: channel.RankSpec, stacks_fd: int, directory: str) -> None:
         self.connection, self.stacks_fd = connection, stacks_fd
         self.pid = _getpid()
         os.register_at_fork(after_in_child=connection.close)  # a process that a test forks must not act as this rank
@@ -124,10 +124,10 @@ class Worker:
         self.error: BaseException | None = None
         self.fresh = False  # True while no call has run since the state was restored
         self.entered = 0  # number of collectives, sends and receives when the last call returned
-        self.outcome: protocol.Outcome | None = None
+        self.outcome: channel.Outcome | None = None
         self.devices = devices_behind(spec.simulate)
         self.nccl = False
-        self.own = protocol.CallContext(tuple(sys.path), os.getcwd(), dict(os.environ))
+        self.own = channel.CallContext(tuple(sys.path), os.getcwd(), dict(os.environ))
         self.own_environment = {**spec.own_environment, MARK: directory}
         call_context = spec.call_context.over(self.own)
         os.environ.clear()
@@ -178,10 +178,10 @@ class Worker:
 
     def loop(self) -> None:
         answers: dict[object, Callable[[], object]] = {
-            protocol.RankRequest.SETTLE: self.settle,
-            protocol.RankRequest.MEET: self.meet,
-            protocol.RankRequest.EXPLAIN: self.explain,
-            protocol.RankRequest.END_TEST: self.end_test,
+            channel.RankRequest.SETTLE: self.settle,
+            channel.RankRequest.MEET: self.meet,
+            channel.RankRequest.EXPLAIN: self.explain,
+            channel.RankRequest.END_TEST: self.end_test,
         }
         while True:
             try:
@@ -192,17 +192,17 @@ class Worker:
                 if _getpid() != self.pid:
                     os._exit(0)
                 raise
-            if isinstance(message, protocol.Call):
+            if isinstance(message, channel.Call):
                 self.send_result(self.call(message))
             elif message in answers:
                 self.connection.send(answers[message]())
             else:
                 return
 
-    def call(self, call: protocol.Call) -> protocol.Outcome:
+    def call(self, call: channel.Call) -> channel.Outcome:
         self.error = None
         value: pickling.Pickled | None = None
-        failure: protocol.RaisedInRank | None = None
+        failure: channel.RaisedInRank | None = None
         steps = Steps()
         settled = reusable = True
         _messages.clear()
@@ -241,7 +241,7 @@ class Worker:
         if _getpid() != self.pid:
             os._exit(0)  # the test has forked, and both processes have returned: only the parent is the rank
         self.entered = recorder.total
-        self.outcome = protocol.Outcome(
+        self.outcome = channel.Outcome(
             call.number,
             value,
             failure,
@@ -264,16 +264,16 @@ class Worker:
                 f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
             ) from None
 
-    def send_result(self, outcome: protocol.Outcome) -> None:
+    def send_result(self, outcome: channel.Outcome) -> None:
         self.connection.send(outcome)
 
-    def pause(self, message: protocol.Paused) -> None:
+    def pause(self, message: channel.Paused) -> None:
         """Report a finished part of the call, and wait until the other ranks have finished it, too."""
         if _getpid() == self.pid:
             self.connection.send(message)
             self.connection.recv()
 
-    def settle(self) -> protocol.Outcome:
+    def settle(self) -> channel.Outcome:
         """Wait for the devices, so that a kernel's error or an endless collective is reported for its own call."""
         assert self.outcome is not None
         try:
@@ -290,7 +290,7 @@ class Worker:
         self.devices.restore()
         self.baseline.restore()
 
-    def move(self, call_context: protocol.CallContext) -> None:
+    def move(self, call_context: channel.CallContext) -> None:
         """Adopt the context of the pytest process, which a fixture may have changed."""
         call_context = call_context.over(self.own)
         sys.path[:] = call_context.path
@@ -300,21 +300,21 @@ class Worker:
         self.baseline.restore_context()
 
     def resolve(self, argument: object) -> object:
-        if not isinstance(argument, protocol.Placeholder):
+        if not isinstance(argument, channel.Placeholder):
             return argument
         if argument.name == "rank":
             return current_rank()
         return tuple(torch.device("cuda", i) for i in range(argument.count or self.spec.devices))
 
-    def meet(self) -> protocol.Rested:
+    def meet(self) -> channel.Rested:
         try:
             recorder.aside(dist.barrier)
             if self.nccl:
                 # Each backend has its own order of operations, so each needs its own barrier.
                 recorder.aside(lambda: dist.barrier(device_ids=[self.spec.device]))
         except Exception as error:
-            return protocol.Rested((f"an error in a barrier: {error}",))
-        return protocol.Rested(())
+            return channel.Rested((f"an error in a barrier: {error}",))
+        return channel.Rested(())
 
     def explain(self) -> str:
         if self.error is None:
@@ -325,7 +325,7 @@ class Worker:
         except BaseException:
             return ""  # keep the plain traceback
 
-    def end_test(self) -> protocol.Rested:
+    def end_test(self) -> channel.Rested:
         self.error = self.outcome = None
         self.functions.clear()
         try:
@@ -343,7 +343,7 @@ class Worker:
             left_behind = (f"a state that cannot be put back: {_headline(error)}",)
         if recorder.total != self.entered:
             left_behind += ("operations of a process group that were begun after the function had returned",)
-        return protocol.Rested(left_behind, tuple(("stray", stray.plain) for stray in python_hooks.take()))
+        return channel.Rested(left_behind, tuple(("stray", stray.plain) for stray in python_hooks.take()))
 
 
 def _headline(error: BaseException) -> str:
@@ -354,7 +354,7 @@ def _headline(error: BaseException) -> str:
 
 
 _UNDESCRIBED = ("", "undefined", "default_pg")
-_wait: Callable[[protocol.Paused], None] | None = None  # sends a `Paused` and waits for the answer
+_wait: Callable[[channel.Paused], None] | None = None  # sends a `Paused` and waits for the answer
 _operations_before: dict[str, int] = {}  # name of a group -> number of its operations at the start of the call
 
 
@@ -377,7 +377,7 @@ def pause(done: str, *, last: bool = False, slices: Iterable[tuple[str, tuple[in
         if (text := str(getattr(group, "group_desc", ""))) not in _UNDESCRIBED:
             described.append((named.name, text))
     _wait(
-        protocol.Paused(
+        channel.Paused(
             done, recorder.agreement(), recorder.flows(), last, tuple(operations), tuple(described), tuple(slices)
         )
     )

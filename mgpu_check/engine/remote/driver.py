@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_check.devices.placement import Slot
+from mgpu_check.devices.inventory import Slot
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.process import STACKS_TIMEOUT, Process
 from mgpu_check.engine.remote.connections import AgentGone, AgentProcess, Connections, RemoteAgent
@@ -32,11 +32,10 @@ from mgpu_check.engine.remote.credentials import REMEDY, Key
 from mgpu_check.engine.remote.launched_process import LaunchedProcess, become
 from mgpu_check.engine.remote.meeting import words_of_parent
 from mgpu_check.errors import StartupFailure
-from mgpu_check.processes.channel import Channel
+from mgpu_check.processes.channel import CallContext, Channel
 from mgpu_check.processes.collective_records import Record, parse
+from mgpu_check.processes.environments import OF_LAUNCHERS
 from mgpu_check.processes.machine import distinct_names
-from mgpu_check.processes.protocol import CallContext
-from mgpu_check.processes.python_environment import OF_LAUNCHERS
 from mgpu_check.processes.rank_lists import grouped, intervals
 from mgpu_check.version import __version__
 

@@ -18,7 +18,7 @@ from mgpu_check.diagnosis.observations import (
     Relations,
     Result,
 )
-from mgpu_check.gates.comparison.parameter_coverage import unjudged
+from mgpu_check.gates.comparison.coverage import unjudged
 from mgpu_check.numerics.differences import difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite

@@ -37,8 +37,7 @@ from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.comparison.relations import RANDOM, allowed_for, close, ranks_changed, repeats
 from mgpu_check.gates.explanation.evidence import calls_of, evidence_of, unlike
 from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn
-from mgpu_check.gates.gate_arguments import definition_of
-from mgpu_check.gates.program import wants_world_size
+from mgpu_check.gates.gate_arguments import definition_of, wants_world_size
 from mgpu_check.gates.run.hypotheses import left_on_cpu, run_hypotheses
 from mgpu_check.gates.run.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
 from mgpu_check.gates.run.step_runs import run_redrawn, run_traced

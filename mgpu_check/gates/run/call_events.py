@@ -36,7 +36,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.diagnosis.observations import CallEvent, Labels, RankTrace, Result
-from mgpu_check.gates.program import modules_of
+from mgpu_check.gates.gate_arguments import modules_of
 from mgpu_check.gates.run.draws import Notes
 from mgpu_check.gates.search.scenarios import samples_in
 from mgpu_check.processes.collective_records import relative

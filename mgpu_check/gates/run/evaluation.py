@@ -13,11 +13,11 @@ from torch import nn
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.engine.rank_side.worker import pause
-from mgpu_check.gates.program import bound
+from mgpu_check.gates.gate_arguments import bound
 from mgpu_check.gates.run.states import Opaque, digest_of_value, flattened, is_real
-from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.differences import difference, show
 from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import PAIRS, deviations, envelopes, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
 from mgpu_check.torch_hooks.nested import named_buffers, named_parameters, tensors_of

@@ -19,7 +19,7 @@ from mgpu_check.diagnosis.observations import Alternative, Division, Hypotheses,
 from mgpu_check.engine.failures import Account
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.gates.program import Program, bound, modules_of
+from mgpu_check.gates.gate_arguments import Program, bound, modules_of
 from mgpu_check.gates.run.shards import parameters_of
 from mgpu_check.gates.run.step_runs import observe
 from mgpu_check.gates.search.scenarios import Scenario, has_padding, samples_in

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.diagnosis.observations import Change, ObservedRun, Term
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.program import Program, modules_of
+from mgpu_check.gates.gate_arguments import Program, modules_of
 from mgpu_check.gates.run.call_events import site, upstream
 from mgpu_check.gates.run.shards import parameters_of
 from mgpu_check.gates.run.step_runs import observe

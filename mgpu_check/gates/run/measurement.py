@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mgpu_check.diagnosis.observations import Expected, ObservedRun, Result
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.program import Program, modules_of
+from mgpu_check.gates.gate_arguments import Program, modules_of
 from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.run.step_recorder import Nudge
 from mgpu_check.gates.run.step_runs import Around, observe
 from mgpu_check.gates.search.scenarios import Scenario
-from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
+from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import (
     PAIRS,
     SAMPLES,

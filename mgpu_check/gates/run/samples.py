@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.comparison.sample_coverage import Epoch, Visits
+from mgpu_check.gates.comparison.coverage import Epoch, Visits
 from mgpu_check.torch_hooks.nested import leaves
 from mgpu_check.torch_hooks.tensors import as_real, bytes_of, plain
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mgpu_check.diagnosis.observations import HeldPiece, ObservedRun, Result
-from mgpu_check.gates.program import Unusable
+from mgpu_check.gates.gate_arguments import Unusable
 from mgpu_check.numerics.placement import (
     Coordinates,
     Placement,

@@ -31,9 +31,9 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.engine.rank_side.worker import pause
 from mgpu_check.gates.comparison.relations import close
 from mgpu_check.gates.search.scenarios import Mesh, mesh_of
-from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import envelopes
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.torch_hooks.patches import replaced

@@ -20,7 +20,7 @@ from torch import nn
 from mgpu_check.diagnosis.observations import CallEvent, ObservedRun, RankTrace, Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.engine.rank_side.worker import pause
-from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
+from mgpu_check.gates.gate_arguments import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.run.call_events import NotingLabels, Rows, noting_outputs, noting_seeds, traced
 from mgpu_check.gates.run.draws import DrawsOfFloat32, redrawing
 from mgpu_check.gates.run.shards import Held, Holdings, assembled, least_anywhere, moved_apart, named_tensors

@@ -15,15 +15,14 @@ import torch
 from mgpu_check.diagnosis.observations import Expected, ObservedRun, RankTrace, Relations, Result
 from mgpu_check.errors import NotCompared, RankFailure, RankHang
 from mgpu_check.gates.comparison.relations import relations_of
-from mgpu_check.gates.gate_arguments import RanksFixture
-from mgpu_check.gates.program import Program, raise_unusable
+from mgpu_check.gates.gate_arguments import Program, RanksFixture, raise_unusable
 from mgpu_check.gates.run.measurement import ROUNDOFF, Variation, alike, rounding_seen, run_varied, wide
 from mgpu_check.gates.run.states import explained_by_rounding
 from mgpu_check.gates.run.step_runs import run_traced
 from mgpu_check.gates.run.switches import AXES, Switch
 from mgpu_check.gates.search.scenarios import Place, Scenario
 from mgpu_check.gates.search.trials import Effort, Tolerance, Trial, Trials, key_of
-from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with, with_roundings
 from mgpu_check.processes.rank_lists import few
 

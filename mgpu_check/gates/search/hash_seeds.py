@@ -19,9 +19,9 @@ from typing import Any, cast
 
 from mgpu_check.diagnosis.evidence import HashSeeds
 from mgpu_check.diagnosis.report import Report
-from mgpu_check.engine import environments
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture
+from mgpu_check.processes import environments
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import few
 from mgpu_check.processes.tracebacks import is_engine, is_installed

@@ -19,10 +19,9 @@ import torch
 
 from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, RankTrace, Relations
 from mgpu_check.errors import RankDied, RankFailure, RankHang, ScalingMismatch
-from mgpu_check.gates.comparison.parameter_coverage import ParameterCoverage, PassLimits
+from mgpu_check.gates.comparison.coverage import ParameterCoverage, PassLimits
 from mgpu_check.gates.comparison.relations import relations_of, repeats
-from mgpu_check.gates.gate_arguments import RanksFixture
-from mgpu_check.gates.program import Program, is_class, raise_unusable, wants_world_size
+from mgpu_check.gates.gate_arguments import Program, RanksFixture, is_class, raise_unusable, wants_world_size
 from mgpu_check.gates.run.hypotheses import left_on_cpu
 from mgpu_check.gates.run.measurement import (
     LARGE,

@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
-from mgpu_check.oracles.collectives.cases import form_of
-from mgpu_check.oracles.collectives.findings import WrongResult, raise_findings
+from mgpu_check.numerics.reduction import significand_bits, unit_roundoff
+from mgpu_check.oracles.collectives.cases import WrongResult, form_of, raise_findings
 from mgpu_check.oracles.generated_data import CHUNK, HOST, WrongBytes, bytes_of_content, compare, tag_of
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS, Transfer, is_list
 from mgpu_check.torch_hooks.tensors import as_bits, name_of

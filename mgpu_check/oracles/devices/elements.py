@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from mgpu_check.numerics.bounds import significand_bits
-from mgpu_check.oracles.devices.cases import ComputeCase
+from mgpu_check.numerics.reduction import significand_bits
+from mgpu_check.oracles.devices.cases import BINARY, FUNCTIONS, UNARY, ComputeCase, Function
 from mgpu_check.oracles.devices.operations import DTYPES, Judge, Prepared, evidence_of, exactly, seeded
-from mgpu_check.oracles.devices.operators import BINARY, FUNCTIONS, UNARY, Function
 from mgpu_check.oracles.devices.products import require
 from mgpu_check.oracles.generated_data import counted, fractions, integers
 

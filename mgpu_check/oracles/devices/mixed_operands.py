@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mgpu_check.oracles.devices.operators import F, nn, torch
+from mgpu_check.oracles.devices.cases import F, nn, torch
 from mgpu_check.oracles.tensors import TensorSpec
 
 Call = Callable[[], object]

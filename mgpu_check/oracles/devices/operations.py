@@ -17,7 +17,7 @@ import torch
 
 from mgpu_check.asserts.collectives import index_of
 from mgpu_check.devices.observations import Measurement, Subject, Unit, median_and_spread
-from mgpu_check.oracles.devices import operators
+from mgpu_check.oracles.devices import cases
 from mgpu_check.oracles.devices.cases import ComputeCase
 from mgpu_check.oracles.generated_data import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
@@ -107,7 +107,7 @@ def _first(flat: torch.Tensor) -> list[int]:
 
 DTYPES: dict[str, torch.dtype] = {
     "tf32": torch.float32,
-    **{name: getattr(torch, name) for name in (*operators.NUMBERS, "float8_e4m3fn", "float8_e5m2")},
+    **{name: getattr(torch, name) for name in (*cases.NUMBERS, "float8_e4m3fn", "float8_e5m2")},
 }
 """Name of a dtype in a case -> dtype of its operands."""
 

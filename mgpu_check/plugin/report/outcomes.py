@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.applications import is_packaged, suite_of
 from mgpu_check.errors import StartupFailure
-from mgpu_check.plugin.packaged_suites import is_packaged, suite_of
 from mgpu_check.plugin.private_names import GENERATED_SEED
 from mgpu_check.plugin.private_names import SEED as SEED_OF_SOURCE
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
-from mgpu_check.processes.protocol import SEED
+from mgpu_check.processes.channel import SEED
 
 _LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.applications import Application
+from mgpu_check.applications import Application, suite_of
 from mgpu_check.engine.remote import launched_process
 from mgpu_check.plugin import private_names
-from mgpu_check.plugin.packaged_suites import suite_of
 from mgpu_check.settings import all_options
 from mgpu_check.torch_hooks.patches import replaced
 

@@ -18,9 +18,8 @@ from mgpu_check.asserts.collectives import assert_allreduce_matches, assert_cont
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import AllreduceMismatch
-from mgpu_check.oracles.tensors import layouts_for
+from mgpu_check.oracles.tensors import Contributions, layouts_for
 from mgpu_check.oracles.training import gradient_exchange as recipes
-from mgpu_check.suite.allreduce.cases import Contributions
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,

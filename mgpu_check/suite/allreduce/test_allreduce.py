@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import shapes, tensors
-from mgpu_check.oracles.tensors import LAYOUTS
-from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, REDUCIBLE, Contributions
-from mgpu_check.suite.common.budget import examples
+from mgpu_check.oracles.tensors import DENSE, GAPPED, LAYOUTS, REDUCIBLE, Contributions
+from mgpu_check.suite.common.examples import examples
 
 if TYPE_CHECKING:
     import torch

@@ -25,10 +25,8 @@ import torch.distributed as dist
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
-from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, reduced
-from mgpu_check.oracles.collectives.cases import FUNCTIONS, CollectiveCall, left_out
-from mgpu_check.oracles.collectives.findings import WrongResult, raise_findings
+from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, reduced, unit_roundoff
+from mgpu_check.oracles.collectives.cases import FUNCTIONS, CollectiveCall, WrongResult, left_out, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import called, coalescing, groups_of
 from mgpu_check.torch_hooks.collective_table import TRANSFERS, is_list
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, digest_of
@@ -138,7 +136,7 @@ def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int
 def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int) -> Right:
     """Return the results that the reduction of `given_blocks` may give.
 
-    Two terms have one correctly rounded sum or product. More terms have the bounds of `mgpu_check.numerics.bounds`
+    Two terms have one correctly rounded sum or product. More terms have the bounds of `mgpu_check.numerics.reduction`
     (Higham, sections 3.1 and 4.2), for real and imaginary parts separately. For a mean, libraries may divide the terms
     or the sum, which costs one more rounding per term.
     """

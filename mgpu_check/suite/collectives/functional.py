@@ -19,8 +19,8 @@ from torch.torch_version import TorchVersion
 
 from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.numerics.bounds import significand_bits
-from mgpu_check.oracles.collectives.findings import WrongResult, raise_findings
+from mgpu_check.numerics.reduction import significand_bits
+from mgpu_check.oracles.collectives.cases import WrongResult, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import coalescing, groups_of, named
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.version import torch_version

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.collectives.findings import WrongResult, raise_findings
+from mgpu_check.oracles.collectives.cases import WrongResult, raise_findings
 
 
 def assert_subgroups_divide(rank: Rank) -> None:

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.collectives.cases import Message
-from mgpu_check.oracles.collectives.findings import WrongResult, raise_findings
+from mgpu_check.oracles.collectives.cases import Message, WrongResult, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import groups_of
 from mgpu_check.suite.collectives.calls import CallMemory, differing, given_blocks, shaped, stretched
 from mgpu_check.torch_hooks.tensors import as_bits

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.collectives.cases import BUFFERS, LENGTH, OF_GROUPS, CollectiveStep
-from mgpu_check.oracles.collectives.findings import WrongResult, raise_findings
+from mgpu_check.oracles.collectives.cases import BUFFERS, LENGTH, OF_GROUPS, CollectiveStep, WrongResult, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import called, parts_of
 from mgpu_check.suite.collectives.functional import REDUCTIONS
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS

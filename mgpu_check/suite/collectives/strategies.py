@@ -33,7 +33,7 @@ from mgpu_check.oracles.collectives.cases import (
 )
 from mgpu_check.oracles.strategies import first_of, world_sizes
 from mgpu_check.oracles.strategies import seeds as tensor_seeds
-from mgpu_check.suite.common.pairs import in_pairs
+from mgpu_check.suite.common.examples import in_pairs
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 PLACES = ("device", "cpu")

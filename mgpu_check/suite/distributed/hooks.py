@@ -23,7 +23,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.cases import WholeRun
 from mgpu_check.oracles.training.reference_training import Gradients, Rows, judged, slack, terms_of
-from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.examples import drawn_rows, words_of
 from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, require, under_ddp
 
 Hook = Callable[[Any, Any], Any]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mgpu_check.oracles.strategies import mostly_all, seeds, whole_runs
 from mgpu_check.oracles.training.cases import PLAIN, WholeRun
-from mgpu_check.suite.common.budget import MORE, examples
+from mgpu_check.suite.common.examples import MORE, examples
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks
@@ -111,7 +111,7 @@ def test_hooks_in_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) -
 @given(size=mostly_all())
 def test_model_averagers(ranks: Ranks, size: int) -> None:
     """Averagers of local SGD take the mean over all ranks or over nearby ranks in the scheduled steps only."""
-    ranks.run("mgpu_check.suite.distributed.model_averaging:assert_averagers_average", size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_averagers_average", size=size)
 
 
 @examples(8, quick=2)

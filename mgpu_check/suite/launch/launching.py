@@ -21,8 +21,8 @@ from typing import Any
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
+from mgpu_check.processes.environments import simulating, without_launcher
 from mgpu_check.processes.heap import importing
-from mgpu_check.processes.python_environment import simulating, without_launcher
 from mgpu_check.simulated import simulated_device_count
 
 SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")

@@ -31,7 +31,7 @@ from torch.utils.data._utils import collate, fetch, pin_memory, worker
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.planting import around, both, given, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
-from mgpu_check.suite.recipes import loading
+from mgpu_check.suite.recipes import tutorials
 from mgpu_check.torch_hooks.patches import replaced
 
 
@@ -68,7 +68,7 @@ register(
         When("Subset of a Subset, batches", lambda real, self, places: isinstance(self.dataset, Subset))),
     # The last batch before the checkpoint is trained on twice.
     FaultRow("resumed-a-batch-too-early", "a resumed loader starts one batch too early", "test_epochs_are_resumed",
-        given(loading.ResumableSampler, "load_state_dict"),
+        given(tutorials.ResumableSampler, "load_state_dict"),
         lambda self, state: (self, {**state, "start": max(0, state["start"] - 2)}),
         "resumed after the first batch or later"),
 )  # fmt: skip
@@ -375,7 +375,7 @@ register(
         When("worker processes, samples that are dense and not contiguous", _IN_WORKERS.holds)),
     # An iterable dataset split by worker repeats the samples of the first and misses the rest.
     FaultRow("workers-take-themselves-for-the-first", "every worker gets the number of the first",
-        "test_streams_are_shared", returned(loading, "get_worker_info"),
+        "test_streams_are_shared", returned(tutorials, "get_worker_info"),
         lambda info: info and SimpleNamespace(id=0, num_workers=info.num_workers),
         "two workers or more, of an iterable dataset"),
     # The right dtype is float64, and a label may need all its digits.

@@ -21,8 +21,8 @@ from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.oracles.training import gradient_exchange, training_steps
 from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, ranks_here, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
-from mgpu_check.suite.parallelism.schedule_options import TAKES_UNEVEN
-from mgpu_check.suite.recipes import experts, model_parallel, sequence_parallel, tensor_parallel
+from mgpu_check.suite.parallelism.torch_parallelism import TAKES_UNEVEN
+from mgpu_check.suite.recipes import experts, model_parallel, sequence_parallel
 
 _CHECK = "test_mechanisms"
 
@@ -161,32 +161,32 @@ register(
         around(sequence_parallel, "sum_gradients"),
         lambda real, parameters, group=None: _averaged(real, list(parameters), group)),
     FaultRow("ignored-on-one-rank", "only the rank that has the ignored class ignores its rows", _CHECK,
-        around(tensor_parallel, "cross_entropy"),
+        around(model_parallel, "cross_entropy"),
         lambda real, logits, labels, own, *, ignore_index:
             real(logits, labels, own, ignore_index=ignore_index if own.start <= ignore_index < own.stop else -100),
         When("an ignored label that is a class", lambda real, *_, ignore_index: ignore_index >= 0)),
     FaultRow("ignored-rows-divide", "the mean of a loss counts ignored rows", _CHECK,
-        around(tensor_parallel, "cross_entropy"),
+        around(model_parallel, "cross_entropy"),
         lambda real, logits, labels, own, *, ignore_index: (
             real(logits, labels, own, ignore_index=ignore_index) * (labels != ignore_index).double().mean())),
     FaultRow("maximum-of-own-classes", "logits are shifted by the maximum of the rank's own classes", _CHECK,
-        around(tensor_parallel, "largest"), lambda real, logits: logits.amax(-1, keepdim=True)),
+        around(model_parallel, "largest"), lambda real, logits: logits.amax(-1, keepdim=True)),
     FaultRow("maximum-left-out", "logits are not shifted by their maximum", _CHECK,
-        around(tensor_parallel, "largest"), lambda real, logits: torch.zeros_like(logits[:, :1]), "large logits"),
+        around(model_parallel, "largest"), lambda real, logits: torch.zeros_like(logits[:, :1]), "large logits"),
     FaultRow("rows-of-others-embedded", "tokens of other ranks add a rank's first row", _CHECK,
-        returned(tensor_parallel, "class_of"), lambda classes, *_: (classes[0], torch.ones_like(classes[1]))),
+        returned(model_parallel, "class_of"), lambda classes, *_: (classes[0], torch.ones_like(classes[1]))),
     FaultRow("gathered-before-complete", "a product overlaps with a gather that lacks the last rank's rows", _CHECK,
-        given(tensor_parallel, "_gathered_product"), lambda rows, factor: (rows * (not is_last()), factor)),
+        given(model_parallel, "_gathered_product"), lambda rows, factor: (rows * (not is_last()), factor)),
     FaultRow("own-product-scattered", "a rank's own product is missing from a sum that overlaps with it", _CHECK,
-        around(tensor_parallel, "_scattered_product"),
+        around(model_parallel, "_scattered_product"),
         lambda real, rows, factor: real(rows, factor) - _own_product(rows, factor)),
     FaultRow("fused-weight-in-thirds", "a fused weight is split in thirds, not by head", _CHECK,
-        around(tensor_parallel, "_places"), lambda real, heads: real(heads._replace(interleaved=False)), _INTERLEAVED),
+        around(model_parallel, "_places"), lambda real, heads: real(heads._replace(interleaved=False)), _INTERLEAVED),
     FaultRow("fused-weight-in-chunks", "a rank holds its chunk of the rows of a fused weight", _CHECK,
-        around(tensor_parallel, "rows_of"), lambda real, heads, rank, ranks: _in_chunks(real(heads, rank, ranks), rank),
+        around(model_parallel, "rows_of"), lambda real, heads, rank, ranks: _in_chunks(real(heads, rank, ranks), rank),
         When("queries, keys and values one after another", lambda real, heads, rank, ranks: not heads.interleaved)),
     FaultRow("shared-heads-apart", "ranks that hold the same keys do not sum their gradients", _CHECK,
-        around(tensor_parallel.GroupedQueryAttention, "sum_partial_gradients"), _unsynchronized,
+        around(model_parallel.GroupedQueryAttention, "sum_partial_gradients"), _unsynchronized,
         "fewer heads of keys than ranks"),
 )  # fmt: skip
 
@@ -437,7 +437,7 @@ register(
             [own * (1 + (home == dist.get_rank() != 0)) for own, home in zip(gradients, homes, strict=True)]),
         "parameters on a server other than rank 0"),
     FaultRow("gradient-of-inputs-local", "the gradient of inputs that all ranks hold is not summed over them", _TENSOR,
-        around(tensor_parallel, "copy_to_ranks"), lambda real, x: x),
+        around(model_parallel, "copy_to_ranks"), lambda real, x: x),
     FaultRow("gradient-stops-in-the-middle", "gradients of a middle stage do not reach the previous stage", _PIPELINE,
         given(dist, "send"), lambda tensor, *_, **__: (torch.zeros_like(tensor),),
         When("pipelines of three stages or more", _sends_back_from_the_middle)),
@@ -544,7 +544,7 @@ def remainder_left_out() -> Iterator[None]:
         *others, last = chunks(real, elements, count)
         return [*others, slice(last.start, elements)]
 
-    with around(gradient_exchange, "chunks")(chunks), around(tensor_parallel, "chunks")(widest_last):
+    with around(gradient_exchange, "chunks")(chunks), around(model_parallel, "chunks")(widest_last):
         yield
 
 
@@ -580,13 +580,13 @@ def stale_parameters_pulled() -> Iterator[None]:
         yield
 
 
-@fault("every rank adds the bias before the sum", _TENSOR, by=around(tensor_parallel.RowLinear, "forward"))
-def bias_added_by_each_rank(real: Any, layer: tensor_parallel.RowLinear, x: torch.Tensor) -> torch.Tensor:
-    own = tensor_parallel.divide_among_ranks(x) if layer.divide else x
-    return tensor_parallel.sum_over_ranks(F.linear(own, layer.weight, layer.bias))
+@fault("every rank adds the bias before the sum", _TENSOR, by=around(model_parallel.RowLinear, "forward"))
+def bias_added_by_each_rank(real: Any, layer: model_parallel.RowLinear, x: torch.Tensor) -> torch.Tensor:
+    own = model_parallel.divide_among_ranks(x) if layer.divide else x
+    return model_parallel.sum_over_ranks(F.linear(own, layer.weight, layer.bias))
 
 
-@fault("gathered outputs keep the padding of narrower parts", _TENSOR, by=around(tensor_parallel, "_gathered"),
+@fault("gathered outputs keep the padding of narrower parts", _TENSOR, by=around(model_parallel, "_gathered"),
        when="widths that are no multiple of the world size")  # fmt: skip
 def padding_kept_in_a_gather(real: Any, shard: torch.Tensor, width: int) -> torch.Tensor:
     pieces = gradient_exchange.chunks(width, dist.get_world_size())

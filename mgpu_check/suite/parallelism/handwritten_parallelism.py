@@ -34,7 +34,7 @@ from mgpu_check.oracles.training.reference_training import (
     sgd,
     update_of,
 )
-from mgpu_check.suite.recipes import model_parallel, tensor_parallel
+from mgpu_check.suite.recipes import model_parallel
 from mgpu_check.torch_hooks.tensors import copied
 
 
@@ -431,9 +431,9 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
         for gather in (False, True):
             by_columns, by_rows = training.layers()
             model = nn.Sequential(
-                tensor_parallel.ColumnLinear(by_columns, rank.device, gather=gather),
+                model_parallel.ColumnLinear(by_columns, rank.device, gather=gather),
                 nn.ReLU(),
-                tensor_parallel.RowLinear(by_rows, rank.device, divide=gather),
+                model_parallel.RowLinear(by_rows, rank.device, divide=gather),
             )
             optimizer = sgd(training, model)
             got: dict[str, torch.Tensor] = {}

@@ -20,15 +20,15 @@ from mgpu_check.asserts.findings import Findings, on_any_rank
 from mgpu_check.asserts.known_defects import left_out
 from mgpu_check.asserts.models import assert_gradients_agree, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.gradient_exchange import chunks
 from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.simulated import simulated_device_count
-from mgpu_check.suite.common.pairs import near_square
+from mgpu_check.suite.common.examples import near_square
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.suite.recipes import experts as recipe
-from mgpu_check.suite.recipes import sequence_parallel, tensor_parallel
+from mgpu_check.suite.recipes import model_parallel, sequence_parallel
 from mgpu_check.torch_hooks.tensors import copied
 
 
@@ -403,7 +403,7 @@ _LAYER_FEATURES = 6
 
 
 class Vocabulary(DividedStep):
-    """`recipes.tensor_parallel`: an embedding that is also the output layer, and its cross entropy."""
+    """`recipes.model_parallel`: an embedding that is also the output layer, and its cross entropy."""
 
     def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Return embedding, tokens, labels, and the label to ignore. Labels are on all ranks, if there are enough."""
@@ -433,10 +433,10 @@ class Vocabulary(DividedStep):
     def divided(self, rank: Rank) -> Results:
         embedding, *others, ignored = self.data(self.dtype)
         tokens, labels = (tensor.to(rank.device) for tensor in others)
-        vocabulary = tensor_parallel.VocabularyParallel(embedding, rank.device)
+        vocabulary = model_parallel.VocabularyParallel(embedding, rank.device)
         hidden = vocabulary.embed(tokens)
         logits = vocabulary.logits(hidden.tanh() * self["scale"])
-        loss = tensor_parallel.cross_entropy(logits, labels, vocabulary.own, ignore_index=ignored)
+        loss = model_parallel.cross_entropy(logits, labels, vocabulary.own, ignore_index=ignored)
         loss.backward()
         return {
             "embedded": hidden.detach(),
@@ -447,7 +447,7 @@ class Vocabulary(DividedStep):
 
 
 class AsynchronousLayers(DividedStep):
-    """`recipes.tensor_parallel`: two layers whose products overlap with their collectives."""
+    """`recipes.model_parallel`: two layers whose products overlap with their collectives."""
 
     def lacks(self, rank: Rank) -> str:
         peers = {*range(torch.cuda.device_count())} - {rank.device.index}
@@ -480,22 +480,22 @@ class AsynchronousLayers(DividedStep):
         x, factors, up, down = self.data(self.dtype)
         rows, hidden = (chunks(count, rank.size)[rank.index] for count in (len(x), len(up)))
         x, up, down = (tensor.to(rank.device).requires_grad_() for tensor in (x[rows], up[hidden], down[:, hidden]))
-        outputs = tensor_parallel.scattered_linear(F.gelu(tensor_parallel.gathered_linear(x, up)), down)
+        outputs = model_parallel.scattered_linear(F.gelu(model_parallel.gathered_linear(x, up)), down)
         weighted(outputs, factors[rows].to(rank.device)).backward()
         results = {"outputs": outputs.detach()} | _gradients({"inputs": x, "up": up, "down": down})
         return _portions(results, {"outputs": (0, rows), "inputs": (0, rows), "up": (0, hidden), "down": (1, hidden)})
 
 
 class GroupedQueries(DividedStep):
-    """`recipes.tensor_parallel`: attention by heads, from one fused weight."""
+    """`recipes.model_parallel`: attention by heads, from one fused weight."""
 
-    def heads(self) -> tensor_parallel.FusedHeads:
+    def heads(self) -> model_parallel.FusedHeads:
         """Return the heads: one number, of ranks and of heads of keys, is a multiple of the other."""
         fewer = max((count for count in range(1, self.ranks) if self.ranks % count == 0), default=1)
         numbers = {"fewer": fewer, "as many": self.ranks, "more": 2 * self.ranks, "one": 1}
         shared = numbers[str(self.case.sizes["shared"])]
         queries = max(shared, self.ranks) * self["each"]
-        return tensor_parallel.FusedHeads(queries, shared, 2, self.case.sizes["layout"] == "interleaved")
+        return model_parallel.FusedHeads(queries, shared, 2, self.case.sizes["layout"] == "interleaved")
 
     def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return inputs, factors of outputs in the loss, the fused weight, and that of the outputs."""
@@ -526,7 +526,7 @@ class GroupedQueries(DividedStep):
 
     def divided(self, rank: Rank) -> Results:
         x, factors, fused, out = self.data(self.dtype)
-        attention = tensor_parallel.GroupedQueryAttention(fused, out, self.heads(), rank.device)
+        attention = model_parallel.GroupedQueryAttention(fused, out, self.heads(), rank.device)
         x = x.to(rank.device).requires_grad_()
         outputs = attention(x)
         weighted(outputs, factors.to(rank.device)).backward()

@@ -17,7 +17,7 @@ from mgpu_check import strategies
 from mgpu_check.oracles.strategies import exact_trainings
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.settings import active
-from mgpu_check.suite.common.budget import MORE, examples
+from mgpu_check.suite.common.examples import MORE, examples
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def test_options_of_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Ex
     """Schedules of `torch.distributed.pipelining` train like one device with each pair of their options."""
     size = min(sizes)  # the messages of a schedule grow with the number of its stages
     ranks.run(
-        f"{CHECKS}.schedule_options:assert_schedule_options_agree",
+        f"{CHECKS}.torch_parallelism:assert_schedule_options_agree",
         _deep(replace(training, batch=16), size),
         more=more,
         size=size,

@@ -27,9 +27,8 @@ from mgpu_check.asserts.collectives import (
     same_bits,
 )
 from mgpu_check.errors import ShardError
-from mgpu_check.oracles.batches import KINDS, Leaf, Nested, Split
 from mgpu_check.oracles.generated_data import counted
-from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec
+from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, KINDS, PINNED, Leaf, Nested, Split, TensorSpec
 from mgpu_check.oracles.training import models
 from mgpu_check.suite.recipes import tutorials
 from mgpu_check.torch_hooks.tensors import plain

@@ -27,7 +27,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import one_device, own_part, own_results, sgd
-from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
+from mgpu_check.suite.common.examples import drawn_rows, near_square, words_of
 from mgpu_check.suite.sharded.checkpoints import give_full_state, take_full_state
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
 from mgpu_check.torch_hooks.tensors import copied
@@ -150,7 +150,7 @@ def _whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str,
 def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, subject: str, rank: Rank) -> None:
     gradients = [value.double() for name, value in wanted.items() if name.startswith(f"step {step}: gradient of ")]
     expected = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
-    # Squares, sums and roots in float32 round once each: see `mgpu_check.numerics.bounds`.
+    # Squares, sums and roots in float32 round once each: see `mgpu_check.numerics.reduction`.
     most = expected * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
     if not abs(norm - expected) <= most:
         text = f"clip_grad_norm_ gives a norm of {norm!r}, expected {expected!r} ± {most:.2g}"

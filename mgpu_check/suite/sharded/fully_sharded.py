@@ -35,7 +35,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import gathered, one_device, own_part, own_results, sgd
-from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
+from mgpu_check.suite.common.examples import drawn_rows, near_square, words_of
 from mgpu_check.torch_hooks.tensors import copied, name_of
 
 

@@ -15,7 +15,7 @@ from mgpu_check import strategies
 from mgpu_check.oracles.strategies import exact_trainings
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.settings import active
-from mgpu_check.suite.common.budget import MORE, examples
+from mgpu_check.suite.common.examples import MORE, examples
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks
@@ -201,11 +201,11 @@ def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: 
 @given(size=WORLDS, seed=SEEDS, more=MORE)
 def test_options_of_checkpoints(ranks: Ranks, size: int, seed: int, more: bool) -> None:
     """Checkpoints are loaded as they were saved with each pair of options of planners, files and saving."""
-    ranks.run("mgpu_check.suite.sharded.checkpoint_options:assert_checkpoint_options_agree", seed, more=more, size=size)
+    ranks.run("mgpu_check.suite.sharded.checkpoints:assert_checkpoint_options_agree", seed, more=more, size=size)
 
 
 @examples(2, quick=1)
 @given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_state_dicts(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """State dicts have the values of one device, and can be set again, with each pair of StateDictOptions."""
-    ranks.run("mgpu_check.suite.sharded.checkpoint_options:assert_state_options_agree", training, more=more, size=size)
+    ranks.run("mgpu_check.suite.sharded.checkpoints:assert_state_options_agree", training, more=more, size=size)

@@ -21,7 +21,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import ADAM_RATE, DocumentedSteps, adam_tolerance, one_device, seen
 from mgpu_check.oracles.training.training_steps import weighted
-from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.examples import drawn_rows, words_of
 from mgpu_check.torch_hooks.tensors import copied
 
 _DECAY = 0.25

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from changes import CHANGES, share
 
-from mgpu_check.processes.channel import _BUFFER, _HEADER, _MAGIC, frame
+from mgpu_check.processes.channel import _BUFFER, _HEADER, _MAGIC, Outcome, frame
 from mgpu_check.processes.pickling import Pickled
-from mgpu_check.processes.protocol import Outcome
 
 SIZE, CULPRIT = 3, 1
 
