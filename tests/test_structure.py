@@ -252,15 +252,6 @@ def test_files_can_be_read_in_one_sitting(top, most):
     assert {name: length for name, length in lengths.items() if length > most} == {}
 
 
-def test_no_two_classes_have_one_name():
-    found: dict[str, list[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
-    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
-
-
 def test_the_first_conftest_imports_nothing_of_the_tests():
     """Runs of the packaged suite in this repository read it too, and find no package `tests` on their path."""
     imports = [

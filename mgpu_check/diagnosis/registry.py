@@ -10,7 +10,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ _RULES = "mgpu_check.diagnosis.rules"
 
 _Evidence = TypeVar("_Evidence")
 RuleOf = Callable[[_Evidence], "Finding | None"]
+_Rule = TypeVar("_Rule", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -67,64 +67,41 @@ def known_mistake(name: str) -> MistakeClass:
     return _mistakes[name]
 
 
-class Precedence(IntEnum):
-    """Name what a rule on results proves, the most first: the place of such a rule is `Precedence.NAME + number`.
-
-    Evidence up to `EXPERIMENTS` proves a mistake by itself. From `OWN_VALUES` to `UPDATES` a mistake explains results.
-    Several mistakes explain the evidence of `AMBIGUOUS`. The evidence of `POSSIBLE` does not rule a mistake out.
-    """
-
-    UNDEFINED = 0  # calls that are always mistakes. Their results are undefined, so later numbers are no evidence.
-    APART = 1000  # calls show that ranks act differently, which explains every other difference
-    SAMPLES = 2000  # samples and labels that ranks saw, observed directly, or inferred from the loader and from counts
-    CALLS_AND_VALUES = 3000  # calls together with the values that they explain: either alone would be weaker evidence
-    ANOTHER_BATCH = 4000  # one device gives exactly this result for another batch, or updates other parameters
-    EXPERIMENTS = 5000  # a change to one call makes the step right
-    OWN_VALUES = 6000
-    """Ranks draw random numbers, or decide by values of their own. Either invalidates the rules on sums."""
-    CLIPPING = 7000  # how gradients were clipped. A mean of clipped parts is also a mean of parts, and leaves factors.
-    SUMS = 8000
-    """How gradients were combined: factors that differ between ranks, and rounded counts, before equal weights.
-
-    Batch statistics of parts also give gradients of parts. All of these also leave factors.
-    """
-    UPDATES = 9000  # the gradients of the first step with wrong parameters are right
-    AMBIGUOUS = 10_000  # evidence that several mistakes explain
-    POSSIBLE = 11_000  # mistakes that the evidence does not rule out, as a last resort
-
-
 class RuleList(Generic[_Evidence]):
-    """The rules on one kind of evidence. An instance is a decorator that registers a rule at a place.
+    """The rules on one kind of evidence. An instance is a decorator that registers a rule.
 
-    Rules are called in the order of their places. The first finding is the likeliest cause: places are their only
-    weight. Special rules come before general ones, because a general rule would also fire on what a special rule
-    explains.
+    `mgpu_check.diagnosis.rules.order` puts them in order.
     """
 
     def __init__(self) -> None:
-        self._at: dict[int, RuleOf[_Evidence]] = {}
+        self._judges: dict[str, RuleOf[_Evidence]] = {}
 
-    def __call__(self, position: int) -> Callable[[RuleOf[_Evidence]], RuleOf[_Evidence]]:
-        """Return a decorator that registers a rule, and returns it unchanged.
+    def __call__(self, rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
+        """Register a rule, and return it unchanged."""
+        return self.register(rule, rule)
 
-        `position`: a number that no other rule has. For rules on results, a precedence plus a number below 1000.
-        """
-
-        return functools.partial(self.register, position)
-
-    def register(self, position: int, rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
-        holder = self._at.get(position, rule)
-        held_by, name = (f"{each.__module__}.{each.__name__}" for each in (holder, rule))
-        if held_by != name:
-            raise ValueError(
-                f"place {position} of rule {name} is that of {held_by}; choose a number between two others"
-            )
-        self._at[position] = rule
+    def register(self, rule: _Rule, judge: RuleOf[_Evidence]) -> _Rule:
+        """Register a rule by the function that applies it to the evidence, and return the rule."""
+        self._judges[_full_name(rule)] = judge
         return rule
 
-    def ordered(self) -> tuple[RuleOf[_Evidence], ...]:
-        _load()
-        return tuple(rule for _, rule in sorted(self._at.items()))
+    def in_order(self, *rules: Callable[..., Finding | None]) -> tuple[RuleOf[_Evidence], ...]:
+        """Return what applies these rules, in this order.
+
+        Raises:
+            ValueError: a rule that was registered is missing, or stands twice.
+        """
+        names = [_full_name(rule) for rule in rules]
+        if missing := sorted(self._judges.keys() - set(names)):
+            raise ValueError(f"order of rules: {missing[0]} is registered and has no place; add it to the list")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"order of rules: {twice} has two places; leave one")
+        return tuple(self._judges[name] for name in names)
+
+
+def _full_name(rule: Callable[..., object]) -> str:
+    return f"{rule.__module__}.{rule.__qualname__}"
 
 
 on_evidence: RuleList[Evidence] = RuleList()  # rules on the results of ranks, and on the calls that led to them
@@ -135,18 +112,14 @@ on_checkpoint: RuleList[Restored] = RuleList()  # rules on a resumed run
 on_hash_seeds: RuleList[HashSeeds] = RuleList()  # rules on ranks that fail only with different hash seeds
 
 
-def on_tensors(position: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
-    """Return a decorator for a rule on evidence that needs its whole tensors; without tensors it finds nothing."""
+def on_tensors(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
+    """Register a rule on evidence that needs its whole tensors; without tensors it finds nothing."""
 
-    def decorate(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
-        @functools.wraps(rule)
-        def judge(evidence: Evidence) -> Finding | None:
-            return None if evidence.tensors is None else rule(evidence.tensors)
+    @functools.wraps(rule)
+    def judge(evidence: Evidence) -> Finding | None:
+        return None if evidence.tensors is None else rule(evidence.tensors)
 
-        on_evidence.register(position, judge)
-        return rule
-
-    return decorate
+    return on_evidence.register(rule, judge)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgpu_check.diagnosis import registry, rules
+from mgpu_check.diagnosis import rules
 from mgpu_check.diagnosis.evidence import (
     Accepted,
     ByRank,
@@ -24,8 +24,9 @@ from mgpu_check.diagnosis.evidence import (
     Start,
     UnfinishedCall,
 )
-from mgpu_check.diagnosis.registry import Precedence, RuleList, known_mistake, mistake
+from mgpu_check.diagnosis.registry import RuleList, known_mistake, mistake
 from mgpu_check.diagnosis.report import Attempts
+from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.rules.hangs import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.order import (
     RULES,
@@ -156,8 +157,8 @@ def test_rules_about_tensors_say_nothing_where_there_are_none():
 
 
 def test_each_rule_is_registered():
-    kinds = [value for value in vars(registry).values() if isinstance(value, RuleList)]
-    registered = {(rule.__module__, rule.__name__) for kind in kinds for rule in kind.ordered()}
+    lists = [value for name, value in vars(order).items() if name.startswith("RULES")]
+    registered = {(rule.__module__, rule.__name__) for rules_of_kind in lists for rule in rules_of_kind}
     written = {
         (f"{rules.__name__}.{path.stem}", node.name)
         for path in Path(rules.__file__).parent.glob("*.py")
@@ -179,16 +180,16 @@ def finds_too_little(evidence: str) -> None:
     return None
 
 
-def test_rules_go_by_their_places_which_they_do_not_share():
+def test_rules_go_in_the_order_of_a_list_that_has_each_once():
     kind: RuleList[str] = RuleList()
-    kind(Precedence.SUMS + 10)(finds_too_little)
-    assert kind(Precedence.APART + 10)(finds_nothing) is finds_nothing
-    assert kind.ordered() == (finds_nothing, finds_too_little)
-    kind(Precedence.SUMS + 10)(finds_too_little)  # as when its module is imported again
-    with pytest.raises(
-        ValueError, match=r"place 8010 of rule .*finds_nothing is that of .*finds_too_little; choose a number"
-    ):
-        kind(Precedence.SUMS + 10)(finds_nothing)
+    kind(finds_too_little)
+    assert kind(finds_nothing) is finds_nothing
+    assert kind.in_order(finds_nothing, finds_too_little) == (finds_nothing, finds_too_little)
+    kind(finds_too_little)  # as when its module is imported again
+    with pytest.raises(ValueError, match=r"order of rules: .*finds_nothing is registered and has no place; add it"):
+        kind.in_order(finds_too_little)
+    with pytest.raises(ValueError, match=r"order of rules: .*finds_nothing has two places; leave one"):
+        kind.in_order(finds_nothing, finds_too_little, finds_nothing)
 
 
 def test_a_name_is_that_of_one_mistake():

@@ -1,6 +1,6 @@
 """Judge what may be wrong, by the evidence. Each module registers the mistakes and the rules of one theme.
 
-`order` calls all rules, in the order of their places.
+`order` has the order of all rules, and calls them.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Callable
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Change
-from mgpu_check.diagnosis.registry import on_evidence
+from mgpu_check.diagnosis.registry import RuleOf, on_evidence
 from mgpu_check.diagnosis.report import Finding
 
 
-def on_clause(position: int, mistake_name: str, observed: str) -> None:
-    """Register a rule on a text field of the evidence: its clause is all that the mistake needs."""
+def clause(mistake_name: str, observed: str) -> RuleOf[Evidence]:
+    """Return and register a rule on a text field of the evidence: its clause is all that the mistake needs."""
 
     def judge(evidence: Evidence) -> Finding | None:
-        clause = getattr(evidence, observed)
-        return Finding(mistake_name, clause) if clause else None
+        text = getattr(evidence, observed)
+        return Finding(mistake_name, text) if text else None
 
     judge.__name__ = judge.__qualname__ = observed
-    on_evidence.register(position, judge)
+    return on_evidence(judge)
 
 
-def on_change(position: int, *kinds: str) -> Callable[[Callable[[Change], Finding]], Callable[[Change], Finding]]:
+def on_change(*kinds: str) -> Callable[[Callable[[Change], Finding]], Callable[[Change], Finding]]:
     """Return a decorator for a rule on a change of one call, of these kinds, with which the step is right."""
 
     def decorate(rule: Callable[[Change], Finding]) -> Callable[[Change], Finding]:
@@ -34,7 +34,6 @@ def on_change(position: int, *kinds: str) -> Callable[[Callable[[Change], Findin
             change = None if evidence.tensors is None else evidence.tensors.right_with(*kinds)
             return None if change is None else rule(change)
 
-        on_evidence.register(position, judge)
-        return rule
+        return on_evidence.register(rule, judge)
 
     return decorate

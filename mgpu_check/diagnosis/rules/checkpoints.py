@@ -29,14 +29,14 @@ mistake(
 
 
 # State that is lost right after loading comes before its consequences.
-@on_checkpoint(5)  # before lost entries: the values are there, and in the wrong places
+@on_checkpoint
 def resharded_wrongly(restored: Restored) -> Finding | None:
     """Detect saved parts that other ranks hold in wrong places after loading."""
     summary = next(iter(restored.resharded.values()), "")
     return Finding("resharded-wrongly", summary) if summary else None
 
 
-@on_checkpoint(10)  # before lost entries: after a load on some ranks, the same entries are lost on the others
+@on_checkpoint
 def loaded_on_some(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded: entries are right after loading on those ranks only."""
     if not restored.on_some:
@@ -44,14 +44,14 @@ def loaded_on_some(restored: Restored) -> Finding | None:
     return Finding("restored-on-one-rank", f"right after loading, not as saved: {by_ranks(restored.on_some, _SHOWN)}")
 
 
-@on_checkpoint(20)
+@on_checkpoint
 def goes_on_in_another_epoch(restored: Restored) -> Finding | None:
     """Detect a sampler that continues in the wrong epoch: all its batches differ, even if generators are restored."""
     summary = f"{restored.epochs}: call set_epoch with the epoch where training continues"
     return Finding("state-not-restored", summary) if restored.epochs else None
 
 
-@on_checkpoint(30)
+@on_checkpoint
 def loaded_on_none(restored: Restored) -> Finding | None:
     """Detect entries that differ from the saved ones on every rank after loading."""
     if not restored.nowhere:
@@ -60,7 +60,7 @@ def loaded_on_none(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", summary)
 
 
-@on_checkpoint(40)
+@on_checkpoint
 def numbers_of_rank_0(restored: Restored) -> Finding | None:
     """Detect generators that every rank restored from the state of rank 0."""
     if not restored.numbers_of_rank_0:
@@ -69,7 +69,7 @@ def numbers_of_rank_0(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", summary)
 
 
-@on_checkpoint(50)  # after other lost state: state of rank 0 on all ranks may be harmless
+@on_checkpoint
 def state_of_rank_0(restored: Restored) -> Finding | None:
     """Detect entries that every rank restored from rank 0, if no other entry is lost."""
     if restored.on_some or not restored.of_rank_0:
@@ -81,7 +81,7 @@ def state_of_rank_0(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", summary)
 
 
-@on_checkpoint(60)  # from here on nothing was lost, or it was not observed: the end of the run decides
+@on_checkpoint
 def ranks_part_ways(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded, by the results that differ between ranks at the end."""
     if restored.parted:
@@ -94,7 +94,7 @@ def ranks_part_ways(restored: Restored) -> Finding | None:
     return Finding("restored-on-one-rank", summary)
 
 
-@on_checkpoint(70)
+@on_checkpoint
 def not_in_the_state(restored: Restored) -> Finding | None:
     """Detect state that the checkpoint lacks: every entry that train returns is restored, and the run still differs."""
     if not restored.seen or restored.lost:
@@ -103,7 +103,7 @@ def not_in_the_state(restored: Restored) -> Finding | None:
     return Finding("state-not-restored", summary)
 
 
-@on_checkpoint(80)
+@on_checkpoint
 def differs_at_the_end(restored: Restored) -> Finding | None:
     """Report the entries that differ at the end, if the state right after loading was not observed."""
     if restored.seen:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_held
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.rank_lists import few, grouped, intervals, named
@@ -62,7 +62,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.UNDEFINED + 10)
+@on_tensors
 def not_waited(tensors: Tensors) -> Finding | None:
     """Detect a collective whose result is read too early, so that the step is right with a wait at once.
 
@@ -80,7 +80,7 @@ def not_waited(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.UNDEFINED + 40)
+@on_tensors
 def uneven_tensors(tensors: Tensors) -> Finding | None:
     """Detect tensors of different shapes on different ranks in a collective that needs one shape."""
     for same in tensors.together("collective"):
@@ -110,7 +110,7 @@ def _has_room(same: Sequence[CallEvent]) -> bool:
     return all(shapes == own for shapes in lists if shapes)
 
 
-@on_tensors(Precedence.SUMS + 60)
+@on_tensors
 def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
     """Detect a reduce or gather that leaves the right result on the destination rank only."""
     for _, event in tensors.events("collective") if tensors.relations.split else ():
@@ -124,7 +124,7 @@ def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.CALLS_AND_VALUES + 10)
+@on_tensors
 def result_discarded(tensors: Tensors) -> Finding | None:
     """Detect an all_reduce on a copy of a value that each rank keeps unreduced."""
     divided = {name for _, results in tensors.own_parts for name in results}
@@ -148,7 +148,7 @@ def result_discarded(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.AMBIGUOUS + 70)
+@on_tensors
 def gradient_cut(tensors: Tensors) -> Finding | None:
     """Detect a collective that autograd does not record, on a tensor that gradients should flow through."""
     if not tensors.wrong("grads") and not tensors.gradient_like:
@@ -185,7 +185,7 @@ def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
     return not judged or 2 * sum(judged) > len(judged)
 
 
-@on_tensors(Precedence.AMBIGUOUS + 120)
+@on_tensors
 def other_reduction(tensors: Tensors) -> Finding | None:
     """Detect results that are the maximum, the minimum or the root of the sum of squares of the parts' results."""
     for division in tensors.hypotheses.divisions:
@@ -207,7 +207,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.SUMS + 220)
+@on_tensors
 def written_over(tensors: Tensors) -> Finding | None:
     """Detect a lost result: a collective gave the values of one device, and the final result is no multiple of them."""
     if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
@@ -266,7 +266,7 @@ def _is_near(sums: tuple[float, float], expected: tuple[float, float], factor: i
     return all(abs(value - factor * goal) <= slack for value, goal in zip(sums, expected, strict=True))
 
 
-@on_tensors(Precedence.CALLS_AND_VALUES + 40)
+@on_tensors
 def reduces_again(tensors: Tensors) -> Finding | None:
     """Detect a running sum that is reduced after each batch although it already contains reduced values.
 
@@ -359,7 +359,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.SUMS + 90)
+@on_tensors
 def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     """Detect a result that is off by the number of process groups, its root, or the inverse of either."""
     groups = [event.details["group"] for _, event in tensors.events("collective") if "group" in event.details]
@@ -385,7 +385,7 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.SUMS + 110)
+@on_tensors
 def parted_by_group(tensors: Tensors) -> Finding | None:
     """Detect a wrong process group: ranks agree within groups of one size, and differ between the groups."""
     split = [name for name in tensors.relations.split if len(tensors.holders(name)) == tensors.size]
@@ -422,7 +422,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.UNDEFINED + 20)
+@on_tensors
 def aliased_list(tensors: Tensors) -> Finding | None:
     """Detect a collective that fills a list whose tensors share memory."""
     for _, event in tensors.events("collective"):
@@ -432,7 +432,7 @@ def aliased_list(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.UNDEFINED + 30)
+@on_tensors
 def strided_view(tensors: Tensors) -> Finding | None:
     """Detect a collective on a view with gaps in memory."""
     for _, event in tensors.events("collective"):
@@ -443,7 +443,7 @@ def strided_view(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.UNDEFINED + 50)
+@on_tensors
 def other_layouts(tensors: Tensors) -> Finding | None:
     """Detect a collective whose tensors have other memory formats on some ranks, or in the list that it fills."""
     for same in tensors.together("collective"):
@@ -484,7 +484,7 @@ def _order(layout: Sequence[int]) -> str:
     return ">".join(map(str, layout)) or "any"
 
 
-@on_tensors(Precedence.AMBIGUOUS + 140)
+@on_tensors
 def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
     """Detect parameters whose memory formats differ between ranks, if the step communicates at all."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
@@ -513,14 +513,14 @@ mistake(
 )
 
 
-@on_change(Precedence.EXPERIMENTS + 10, "group")
+@on_change("group")
 def right_in_another_group(change: Change) -> Finding:
     """Detect a collective that runs over the wrong ranks."""
     summary = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
     return Finding("wrong-process-group", summary, site=change.site)
 
 
-@on_change(Precedence.AMBIGUOUS + 170, "divide", "multiply")
+@on_change("divide", "multiply")
 def right_by_the_size_of_a_group(change: Change) -> Finding:
     """Detect a result of a collective that is off by the size of the group."""
     how = "divided" if change.kind == "divide" else "multiplied"
@@ -528,14 +528,14 @@ def right_by_the_size_of_a_group(change: Change) -> Finding:
     return Finding("world-size-factor", summary, site=change.site)
 
 
-@on_change(Precedence.EXPERIMENTS + 50, "op")
+@on_change("op")
 def right_by_another_operation(change: Change) -> Finding:
     """Detect a reduction with the wrong operation."""
     summary = f"{change.where} with {str(change.value).upper()} makes the step right"
     return Finding("wrong-reduction", summary, site=change.site)
 
 
-@on_change(Precedence.EXPERIMENTS + 60, "skip", "new")
+@on_change("skip", "new")
 def right_without_a_collective(change: Change) -> Finding:
     """Detect a superfluous reduction: of a value that was reduced already, or that each rank needs unreduced."""
     if change.kind == "new":
@@ -547,7 +547,7 @@ def right_without_a_collective(change: Change) -> Finding:
     return Finding("wrong-reduction", summary, site=change.site)
 
 
-@on_change(Precedence.EXPERIMENTS + 30, "reorder")
+@on_change("reorder")
 def right_in_another_order(change: Change) -> Finding:
     """Detect gathered rows that are in the wrong order."""
     summary = (
@@ -557,7 +557,7 @@ def right_in_another_order(change: Change) -> Finding:
     return Finding("gathered-in-other-order", summary, site=change.site)
 
 
-@on_tensors(Precedence.EXPERIMENTS + 40)
+@on_tensors
 def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     """Detect one term of the loss that is off by the size of a group; the other terms are right."""
     change = tensors.right_with("term")
@@ -573,7 +573,7 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     return Finding("loss-term-factor", summary, site=line)
 
 
-@on_change(Precedence.EXPERIMENTS + 20, "shift")
+@on_change("shift")
 def right_where_positions_go_on(change: Change) -> Finding:
     """Detect positions that start at 0 on each rank."""
     begins = "counts" if change.name == "arange" else "takes the rows of a parameter"

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import EpochSamples, Evidence, Loader
 from mgpu_check.diagnosis.observations import CallEvent, Other, RankTrace, Result
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_epoch, on_evidence, on_loader, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_epoch, on_evidence, on_loader, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -52,18 +51,14 @@ mistake(
 )
 
 
-on_clause(Precedence.SAMPLES + 10, "dataset-not-split", "same_samples")
-on_clause(Precedence.APART + 20, "epochs-not-reshuffled", "repeated_epoch")
-
-
-@on_evidence(Precedence.CALLS_AND_VALUES + 50)
+@on_evidence
 def surplus_samples(evidence: Evidence) -> Finding | None:
     """Detect padding by a sampler: ranks saw samples more often than one device does."""
     pads = any(sampler.samples % sampler.replicas and not sampler.drop_last for sampler in evidence.samplers)
     return Finding("padding-counted", evidence.surplus) if evidence.surplus and pads else None
 
 
-@on_tensors(Precedence.APART + 30)
+@on_tensors
 def split_by_own_seeds(tensors: Tensors) -> Finding | None:
     """Detect random_split with the global generator, if ranks set different seeds."""
     shared = [event for _, event in tensors.events("split") if not event.details["own_generator"]]
@@ -78,7 +73,7 @@ def split_by_own_seeds(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.APART + 60)
+@on_tensors
 def seeds_of_samplers(tensors: Tensors) -> Finding | None:
     """Detect samplers whose seeds differ between ranks."""
     seeds = {rank: event.details["seed"] for rank, event in tensors.events("sampler")}
@@ -93,7 +88,7 @@ def _by_rank(seeds: dict[int, object]) -> str:
     return ", ".join(f"rank {rank}: {seed}" for rank, seed in sorted(seeds.items()))
 
 
-@on_tensors(Precedence.SUMS + 300)
+@on_tensors
 def samples_several_times(tensors: Tensors) -> Finding | None:
     """Detect a split that differs between ranks: some samples are counted too often, and others too rarely.
 
@@ -107,7 +102,7 @@ def samples_several_times(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.SAMPLES + 30)
+@on_tensors
 def whole_dataset(tensors: Tensors) -> Finding | None:
     """Detect a loader that ignores ranks: a returned value is too large by the world size, and no sampler was made."""
     loader, counts = tensors.first("loader"), _multiplied(tensors)
@@ -122,7 +117,7 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.SUMS + 280)
+@on_tensors
 def counted_by_every_rank(tensors: Tensors) -> Finding | None:
     """Detect a dataset that is not split: returned integers are too large by the world size."""
     counts = _multiplied(tensors)
@@ -142,13 +137,13 @@ def _multiplied(tensors: Tensors) -> list[Result]:
     return [name for name in tensors.wrong("returned") if all(is_multiple(case, name) for case in cases)]
 
 
-@on_tensors(Precedence.CALLS_AND_VALUES + 60)
+@on_tensors
 def pads_a_metric(tensors: Tensors) -> Finding | None:
     """Detect padding by a sampler that a metric counts: returned values are wrong, but gradients are right."""
     return pads(tensors) if tensors.wrong("returned") and not tensors.wrong("grads") else None
 
 
-@on_tensors(Precedence.SUMS + 270)
+@on_tensors
 def pads(tensors: Tensors) -> Finding | None:
     """Detect a sampler that pads."""
     event = _uneven_sampler(tensors)
@@ -164,7 +159,7 @@ def pads(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 20)
+@on_tensors
 def drops_last(tensors: Tensors) -> Finding | None:
     """Detect a sampler with drop_last that drops samples."""
     event = _uneven_sampler(tensors)
@@ -175,7 +170,7 @@ def drops_last(tensors: Tensors) -> Finding | None:
     return Finding("samples-missed", summary, site=event.site)
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 30)
+@on_tensors
 def loader_drops_last(tensors: Tensors) -> Finding | None:
     """Detect a DataLoader with drop_last that drops the samples of its last, incomplete batch."""
     for rank, event in tensors.events("loader"):
@@ -189,7 +184,7 @@ def loader_drops_last(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.SAMPLES + 20)
+@on_tensors
 def models_miss_samples(tensors: Tensors) -> Finding | None:
     """Detect samples that one device passes to the model, and that no rank passes to it."""
     by_rank = [_samples_of(trace) for trace in tensors.traces]
@@ -210,7 +205,7 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 10)
+@on_tensors
 def counts_too_few(tensors: Tensors) -> Finding | None:
     """Detect missed samples: one device returns the number of samples of the batch, and rank 0 a smaller count.
 
@@ -244,13 +239,13 @@ def _uneven_sampler(tensors: Tensors) -> CallEvent | None:
     return next((event for event in samplers if event.details["samples"] % event.details["replicas"]), None)
 
 
-@on_tensors(Precedence.SUMS + 160)
+@on_tensors
 def repeated_rows(tensors: Tensors) -> Finding | None:
     """Detect padding by a result with more rows than there are samples."""
     return _other_rows(tensors, "padding-counted", 1)
 
 
-@on_tensors(Precedence.SUMS + 240)
+@on_tensors
 def missing_rows(tensors: Tensors) -> Finding | None:
     """Detect missed samples by a result with fewer rows than there are samples."""
     return _other_rows(tensors, "samples-missed", -1)
@@ -270,21 +265,21 @@ def _other_rows(tensors: Tensors, mistake_name: str, sign: int) -> Finding | Non
     return None
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 40)
+@on_tensors
 def truncates(tensors: Tensors) -> Finding | None:
     """Detect missed samples: one device gives the same result without the last samples."""
     left_out = f"without the last {tensors.samples % tensors.size} of {tensors.samples} samples"
     return _of_another_batch(tensors, "samples-missed", left_out, "truncated")
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 50)
+@on_tensors
 def pads_the_batch(tensors: Tensors) -> Finding | None:
     """Detect padding: one device gives the same result if the batch has the first samples twice."""
     twice = f"when the first {-tensors.samples % tensors.size} of {tensors.samples} samples are taken twice"
     return _of_another_batch(tensors, "padding-counted", twice, "padded")
 
 
-@on_tensors(Precedence.AMBIGUOUS + 80)
+@on_tensors
 def of_rank_0_alone(tensors: Tensors) -> Finding | None:
     """Detect a result of rank 0 on all ranks: one device gives the same for the samples of rank 0 alone."""
     alone = "for rank 0's samples alone, on all ranks"
@@ -300,7 +295,7 @@ def _of_another_batch(tensors: Tensors, mistake_name: str, how: str, *kinds: Oth
 
 # One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a
 # rank that reads all samples misses none.
-@on_epoch(10)
+@on_epoch
 def read_by_each_worker(samples: EpochSamples) -> Finding | None:
     """Detect a dataset that is not split between workers: each worker of a rank reads the same samples."""
     if not samples.telling or not samples.per_worker:
@@ -310,7 +305,7 @@ def read_by_each_worker(samples: EpochSamples) -> Finding | None:
     return Finding("dataset-not-split", summary)
 
 
-@on_epoch(20)
+@on_epoch
 def read_by_each_rank(samples: EpochSamples) -> Finding | None:
     """Detect a dataset that is not split: every rank sees all samples."""
     if not samples.telling or not samples.whole:
@@ -319,7 +314,7 @@ def read_by_each_rank(samples: EpochSamples) -> Finding | None:
     return Finding("dataset-not-split", summary)
 
 
-@on_epoch(30)
+@on_epoch
 def repeated_to_fill(samples: EpochSamples) -> Finding | None:
     """Detect padding: not more samples are repeated than fill the last batches."""
     if not samples.telling or not samples.padded:
@@ -333,7 +328,7 @@ def repeated_to_fill(samples: EpochSamples) -> Finding | None:
     )
 
 
-@on_epoch(40)  # before repeated samples, which it explains
+@on_epoch
 def same_on_some(samples: EpochSamples) -> Finding | None:
     """Detect missed samples: some ranks see exactly the same samples."""
     if not samples.telling or not samples.missing or not samples.twins:
@@ -347,7 +342,7 @@ def same_on_some(samples: EpochSamples) -> Finding | None:
     )
 
 
-@on_epoch(50)
+@on_epoch
 def shared_out_unlike(samples: EpochSamples) -> Finding | None:
     """Detect a split that differs between ranks: samples are missing, and others repeated or unknown."""
     missing, repeated = samples.missing, samples.repeated
@@ -360,7 +355,7 @@ def shared_out_unlike(samples: EpochSamples) -> Finding | None:
     return Finding("split-differs-between-ranks", ", ".join(filter(None, [several, additional, none])), strange)
 
 
-@on_epoch(60)
+@on_epoch
 def on_no_rank(samples: EpochSamples) -> Finding | None:
     """Detect samples that are on no rank."""
     missing = samples.missing
@@ -372,13 +367,13 @@ def on_no_rank(samples: EpochSamples) -> Finding | None:
     return Finding("samples-missed", summary)
 
 
-@on_epoch(70)  # numbers of batches may differ even if each sample is on exactly one rank
+@on_epoch
 def uneven_batches(samples: EpochSamples) -> Finding | None:
     """Detect uneven numbers of batches, if no sample is missing or repeated beyond what the user accepts."""
     return Finding("uneven-steps", samples.told_of_batches) if samples.covered and samples.uneven else None
 
 
-@on_loader(10)
+@on_loader
 def order_repeats(loader: Loader) -> Finding | None:
     """Detect epochs that all have the same order."""
     return Finding("epochs-not-reshuffled", loader.order, tuple(loader.repeating)) if loader.repeating else None
@@ -397,7 +392,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.OWN_VALUES + 20)
+@on_tensors
 def first_shard_for_all(tensors: Tensors) -> Finding | None:
     """Detect a part of the batch that DataParallel does not scatter; skipped for steps that use ranks."""
     if any(True for _ in tensors.events("collective", "wrap")):
@@ -412,7 +407,7 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.OWN_VALUES + 40)
+@on_tensors
 def other_order(tensors: Tensors) -> Finding | None:
     """Detect gathered rows in the wrong order: a result has the rows of one device, but permuted."""
     for name in tensors.wrong("returned"):
@@ -442,7 +437,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.SAMPLES + 40)
+@on_tensors
 def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
     """Detect labels that each rank shifted within its own part of the sequence.
 

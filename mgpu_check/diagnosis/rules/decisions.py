@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.divergence import has_unlike_results
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Result
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import grouped, named
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ mistake(
 )
 
 
-@on_evidence(Precedence.APART + 10)  # a checkpoint that some ranks load also looks like a different initialization
+@on_evidence
 def restores_on_some(evidence: Evidence) -> Finding | None:
     """Detect a checkpoint that only some ranks load, if ranks start from different parameters."""
     if evidence.start is None or not evidence.loads.apart:
@@ -52,7 +51,7 @@ def restores_on_some(evidence: Evidence) -> Finding | None:
     return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.start.briefly}")
 
 
-@on_evidence(Precedence.CALLS_AND_VALUES + 20)
+@on_evidence
 def restores_later_on_some(evidence: Evidence) -> Finding | None:
     """Detect a checkpoint that only some ranks load, if ranks start alike and differ later."""
     if evidence.start is not None or not evidence.loads.apart or not evidence.parted:
@@ -60,7 +59,7 @@ def restores_later_on_some(evidence: Evidence) -> Finding | None:
     return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.parted}")
 
 
-@on_evidence(Precedence.APART + 70)
+@on_evidence
 def starts_apart(evidence: Evidence) -> Finding | None:
     """Detect different initial parameters, if all ranks load a checkpoint or no rank does."""
     if evidence.start is None or evidence.loads.apart:
@@ -68,19 +67,19 @@ def starts_apart(evidence: Evidence) -> Finding | None:
     return Finding("different-initialization", evidence.start.told)
 
 
-@on_evidence(Precedence.APART + 40)
+@on_evidence
 def decides_by_rank(evidence: Evidence) -> Finding | None:
     """Detect steps, learning rates, loss scales or trained parameters that differ between ranks."""
     return next((Finding("decision-per-rank", each.told) for each in evidence.decisions if each.apart), None)
 
 
-@on_evidence(Precedence.OWN_VALUES + 30)
+@on_evidence
 def decides_by_own_values(evidence: Evidence) -> Finding | None:
     """Detect a value that differs between ranks and decides, even if the ranks happened to decide alike."""
     return next((Finding("decision-per-rank", ground.told) for ground in evidence.grounds if ground.apart), None)
 
 
-@on_tensors(Precedence.CALLS_AND_VALUES + 30)
+@on_tensors
 def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
     """Detect an optimizer that steps another number of times than on one device, which explains all wrong parameters.
 
@@ -116,7 +115,7 @@ def _ends_after(tensors: Tensors, steps: int) -> bool:
     return bool(mismatches)
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 60)
+@on_tensors
 def updates_on_some(tensors: Tensors) -> Finding | None:
     """Detect a parameter that only some ranks update, so that ranks differ."""
     odd = next(iter(_updated_unlike(tensors)), None)
@@ -132,7 +131,7 @@ def updates_on_some(tensors: Tensors) -> Finding | None:
     return Finding("value-of-one-rank", summary)
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 70)
+@on_tensors
 def kept_on_some(tensors: Tensors) -> Finding | None:
     """Detect a parameter or buffer that some ranks updated correctly, and that has its initial value on the others."""
     initial = tensors.expected.single.initial
@@ -150,7 +149,7 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 80)
+@on_tensors
 def calls_models_apart(tensors: Tensors) -> Finding | None:
     """Detect a copy or an average of the model that only some ranks keep: ranks call it with different parameters."""
     if any(tensors.is_of_model(name) for name in (*tensors.wrong(), *tensors.relations.split)):
@@ -176,7 +175,7 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 90)
+@on_tensors
 def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
     """Detect a decision per owner: only some parameters were updated, and one device updates all of them or none."""
     moved, should = _updates(tensors)
@@ -222,7 +221,7 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
     return moved, should
 
 
-@on_tensors(Precedence.AMBIGUOUS + 90)
+@on_tensors
 def right_on_one_rank(tensors: Tensors) -> Finding | None:
     """Detect a result that is right on exactly one rank.
 
@@ -242,7 +241,7 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.AMBIGUOUS + 30)
+@on_tensors
 def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     """Detect buffers that differ between ranks, if no other result is wrong.
 
@@ -261,15 +260,12 @@ def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.POSSIBLE + 80)
+@on_tensors
 def buffers_drift(tensors: Tensors) -> Finding | None:
     """Detect buffers that differ between ranks."""
     drifted = [name for name in tensors.relations.split if name.kind == "buffers"]
     return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
 
-
-on_clause(Precedence.OWN_VALUES + 10, "random-numbers-per-rank", "draws")
-on_clause(Precedence.POSSIBLE + 40, "random-numbers-per-rank", "may_draw")
 
 mistake(
     "buffers-drift",
@@ -282,8 +278,3 @@ mistake(
     "ranks give different answers in evaluation mode",
     "synchronize buffers before evaluation, and call eval() on every rank",
 )
-
-on_clause(Precedence.AMBIGUOUS + 40, "buffers-drift", "buffers_apart")  # before answers, which buffers may explain
-# Before answers that differ, as those of one rank that change do.
-on_clause(Precedence.AMBIGUOUS + 50, "evaluation-differs", "answers_change")
-on_clause(Precedence.AMBIGUOUS + 60, "evaluation-differs", "answers_apart")

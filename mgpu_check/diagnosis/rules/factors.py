@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import is_held
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few
 
@@ -47,7 +47,7 @@ mistake(
 )
 
 
-@on_evidence(Precedence.SUMS + 245)  # before the world size, which may be this ratio
+@on_evidence
 def not_divided_by_micro_batches(evidence: Evidence) -> Finding | None:
     """Detect a factor that is the ratio of two numbers of micro-batches, and also that of the summed losses."""
     factor, ratio = evidence.factor, evidence.undivided
@@ -62,7 +62,7 @@ def not_divided_by_micro_batches(evidence: Evidence) -> Finding | None:
     return Finding("accumulation-factor", summary)
 
 
-@on_evidence(Precedence.SUMS + 250)
+@on_evidence
 def off_by_world_size(evidence: Evidence) -> Finding | None:
     """Detect a factor that is a power of the world size."""
     factor, size = evidence.factor, evidence.size
@@ -81,7 +81,7 @@ def off_by_world_size(evidence: Evidence) -> Finding | None:
     return Finding("world-size-factor", summary)
 
 
-@on_evidence(Precedence.SUMS + 290)
+@on_evidence
 def off_by_micro_batches(evidence: Evidence) -> Finding | None:
     """Detect a factor that equals the number of micro-batches or its inverse."""
     factor = evidence.factor
@@ -101,7 +101,7 @@ def _by_micro_batches(evidence: Evidence) -> bool:
     return factor is not None and any(factor.is_power(evidence.micro_batches, power) for power in (1, -1))
 
 
-@on_evidence(Precedence.POSSIBLE + 20)
+@on_evidence
 def grows_with_world_size(evidence: Evidence) -> Finding | None:
     """Detect a factor that is the same power of the world size at two world sizes, or a factor of the updates."""
     factor, tensors = evidence.factor, evidence.tensors
@@ -117,7 +117,7 @@ def grows_with_world_size(evidence: Evidence) -> Finding | None:
     return Finding("world-size-factor", summary)
 
 
-@on_tensors(Precedence.SUMS + 120)  # before the world size, which the factor also fits
+@on_tensors
 def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
     """Detect expert gradients that are off by the size of the group that exchanges tokens; all others are right.
 
@@ -158,7 +158,7 @@ def _is_divided(tensors: Tensors, name: Result) -> bool:
     )
 
 
-@on_tensors(Precedence.SUMS + 130)
+@on_tensors
 def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
     """Detect a factor of the world size in the gradients, or in the update, of the first wrong optimizer step."""
     for step, factor, of_update in _first(tensors):
@@ -176,7 +176,7 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_evidence(Precedence.SUMS + 140)
+@on_evidence
 def clips_a_multiple(evidence: Evidence) -> Finding | None:
     """Detect a norm, found by the first clipping, that is off by the world size or the micro-batches."""
     tensors = evidence.tensors
@@ -207,7 +207,7 @@ def _clipped_norm(trace: RankTrace) -> float | None:
     return None if clip is None else clip.details.get("norm")
 
 
-@on_tensors(Precedence.SUMS + 150)
+@on_tensors
 def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
     """Detect an integer factor in the gradients of the first wrong optimizer step, if that is not the first step."""
     for step, factor, of_update in _first(tensors):
@@ -251,7 +251,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.SUMS + 10)
+@on_tensors
 def unscales_by_its_own(tensors: Tensors) -> Finding | None:
     """Detect a scale that differs between ranks: all hold the same sum of parts, each times its own factor."""
     for _, rows in _weighed(tensors):
@@ -261,7 +261,7 @@ def unscales_by_its_own(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.SUMS + 20)
+@on_tensors
 def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
     """Detect a scale that differs between ranks: an optimizer step finds one gradient, times a factor of each rank."""
     for number, stages in enumerate(zip(*(run.snapshots for run in tensors.seen), strict=False)):
@@ -305,7 +305,7 @@ def _multiple(value: torch.Tensor, base: torch.Tensor) -> float | None:
     return factor if bool(((value - factor * base).abs() <= _COMPUTED * value.abs().max()).all()) else None
 
 
-@on_tensors(Precedence.SUMS + 30)
+@on_tensors
 def counts_parts_unlike(tensors: Tensors) -> Finding | None:
     """Detect a loss scale of each rank's own: ranks agree on a sum that gives parts of equal size unequal weights."""
     if not tensors.gradient_like or tensors.hypotheses.padded:
@@ -340,7 +340,7 @@ def _left_factors(tensors: Tensors, division: Division) -> list[float] | None:
     return factors or None
 
 
-@on_tensors(Precedence.CLIPPING + 40)
+@on_tensors
 def clips_each_part(tensors: Tensors) -> Finding | None:
     """Detect clipping before the mean: all parts enter the mean with the same norm."""
     if not tensors.gradient_like:
@@ -358,7 +358,7 @@ def clips_each_part(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.CLIPPING + 50)
+@on_tensors
 def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
     """Detect a wrong norm in clipping: one device always reaches one norm, and ranks another one."""
     if not tensors.gradient_like or tensors.wrong_alone or not tensors.further:
@@ -380,7 +380,7 @@ def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.SUMS + 40)
+@on_tensors
 def rounds_to_integers(tensors: Tensors) -> Finding | None:
     """Detect a mean without its fraction: wrong values are those of one device, rounded down or towards zero."""
     for name in tensors.wrong("returned"):
@@ -416,7 +416,7 @@ def _is_quotient(tensors: Tensors, expected: torch.Tensor, got: torch.Tensor) ->
     return False
 
 
-@on_tensors(Precedence.SUMS + 50)
+@on_tensors
 def divides_a_count(tensors: Tensors) -> Finding | None:
     """Detect integer division of a count: the factor is the ratio of the exact and the rounded share."""
     ratio = tensors.factor_here()
@@ -509,7 +509,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.APART + 50)
+@on_tensors
 def overflows(tensors: Tensors) -> Finding | None:
     """Detect an overflow of a sum: a non-finite result, or an integer that is off by a multiple of 2^bits."""
     broken = tensors.broken
@@ -531,7 +531,7 @@ def overflows(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.POSSIBLE + 70)
+@on_tensors
 def narrow_operand(tensors: Tensors) -> Finding | None:
     """Detect a collective that communicates a narrow dtype, if rounding can explain the wrong results."""
     for _, event in tensors.events("collective"):

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.divergence import module_of_partial_gradients
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import CallEvent, Result, is_clipped, norms_of
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.SUMS + 170)  # before gradients that differ, which follow from it
+@on_tensors
 def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
     """Detect an activation whose gradient each rank has a part of, because nothing adds up the parts in backward."""
     module = module_of_partial_gradients(tensors)
@@ -53,7 +52,7 @@ def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.SUMS + 180)
+@on_tensors
 def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
     """Detect gradients that differ between ranks, and whose sum or mean over ranks is the gradient of one device.
 
@@ -89,10 +88,7 @@ def _is_sum_of_ranks(case: Tensors, name: Result, others: Sequence[Result], coun
     return bool(exact.any()) and bool((off <= _CLOSE * expected.abs().max()).all())
 
 
-on_clause(Precedence.SUMS + 190, "gradients-not-synchronized", "gradients_apart")
-
-
-@on_tensors(Precedence.SUMS + 200)
+@on_tensors
 def each_rank_its_own(tensors: Tensors) -> Finding | None:
     """Detect results that are not synchronized: each rank holds the result of its own part."""
     if not tensors.own_parts:
@@ -102,7 +98,7 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
     return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
 
 
-@on_tensors(Precedence.SUMS + 210)
+@on_tensors
 def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     """Detect gradients that each rank's own backward left, and maybe clipped, where combining them makes it right."""
     local = [name for name in tensors.relations.split if name.kind == "grads"]
@@ -123,7 +119,7 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     return _local(tensors, own, summary, over=few([named(ranks) for ranks in change.now]))
 
 
-@on_tensors(Precedence.AMBIGUOUS + 130)
+@on_tensors
 def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
     """Detect gradients that differ between ranks, if the calls show that nothing combined them."""
     kinds = ("grads", "returned") if tensors.account else ("grads",)
@@ -187,7 +183,7 @@ def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
     return ""
 
 
-@on_tensors(Precedence.SUMS + 100)
+@on_tensors
 def added_on_every_rank(tensors: Tensors) -> Finding | None:
     """Detect a term that every rank adds before the sum: the result has it once per rank instead of once."""
     if tensors.size < 2:
@@ -226,7 +222,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.SUMS + 80)
+@on_tensors
 def adds_what_was_left(tensors: Tensors) -> Finding | None:
     """Detect stale gradients: the error of a step's gradient is a multiple of the gradient of the step before."""
     stages, exact = tensors.seen[0].snapshots, tensors.expected.snapshots
@@ -246,7 +242,7 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.SUMS + 230)
+@on_tensors
 def counts_windows_unlike(tensors: Tensors) -> Finding | None:
     """Detect micro-batches with unequal weights: one is reduced again with a later one, or left out."""
     divisions = tensors.hypotheses.divisions
@@ -289,7 +285,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.CLIPPING + 20)
+@on_tensors
 def clips_first(tensors: Tensors) -> Finding | None:
     """Detect clipping before a collective on the gradients, without a backward or a step between them."""
     if not tensors.traces or not tensors.names or not tensors.gradient_like:
@@ -309,13 +305,13 @@ def clips_first(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_evidence(Precedence.CLIPPING + 10)
+@on_evidence
 def clips_by_other_norms(evidence: Evidence) -> Finding | None:
     """Detect clipping that found a different norm on each rank."""
     return Finding("clipped-before-synchronization", evidence.norms.told) if evidence.norms.apart else None
 
 
-@on_tensors(Precedence.CLIPPING + 30)
+@on_tensors
 def clips_parts(tensors: Tensors) -> Finding | None:
     """Detect clipping before the mean: gradients are the mean of the parts', and right while no limit applies."""
     mean = tensors.mean_of_parts
@@ -328,7 +324,7 @@ def clips_parts(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.AMBIGUOUS + 150)
+@on_tensors
 def limits_another_norm(tensors: Tensors) -> Finding | None:
     """Detect clipping by the wrong norm: ranks agree, and are right only if the batch is scaled down."""
     if tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):

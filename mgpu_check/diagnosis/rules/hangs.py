@@ -38,7 +38,7 @@ mistake(
 )
 
 
-@on_calls(10)  # before decisions: ranks that wait in one collective decided alike
+@on_calls
 def other_sizes(calls: UnfinishedCall) -> Finding | None:
     """Detect tensors of different sizes that ranks gave to one collective."""
     if calls.unmatched:
@@ -55,7 +55,7 @@ def other_sizes(calls: UnfinishedCall) -> Finding | None:
     return None
 
 
-@on_calls(20)  # before decisions: uneven samples are the reason why ranks decide differently
+@on_calls
 def uneven_steps(calls: UnfinishedCall) -> Finding | None:
     """Detect uneven numbers of steps: ranks part ways, and the world size does not divide the number of samples."""
     parted = part_ways(calls)
@@ -66,7 +66,7 @@ def uneven_steps(calls: UnfinishedCall) -> Finding | None:
     return Finding("uneven-steps", uneven + also)
 
 
-@on_calls(30)  # before decisions: ranks that decide differently do not wait for each other
+@on_calls
 def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
     """Detect a too wide group: a member waits for a message from a rank in the group's collective."""
     for rank, collective in calls.last.items():
@@ -83,7 +83,7 @@ def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
     return None
 
 
-@on_calls(40)
+@on_calls
 def part_ways(calls: UnfinishedCall) -> Finding | None:
     """Detect a decision of each rank's own: ranks entered different collectives, or some entered fewer."""
     if other_sizes(calls):
@@ -120,7 +120,7 @@ def _waits(calls: UnfinishedCall) -> str:
     return ""
 
 
-@on_calls(50)  # errors of torch last: once ranks part ways, most errors are consequences
+@on_calls
 def known_words(calls: UnfinishedCall) -> Finding | None:
     """Detect a mistake by an error of torch that only this mistake causes."""
     for words, name in _WORDS_OF_TORCH:
@@ -130,7 +130,7 @@ def known_words(calls: UnfinishedCall) -> Finding | None:
     return None
 
 
-@on_calls(60)
+@on_calls
 def aborted_in_gather(calls: UnfinishedCall) -> Finding | None:
     """Detect tensors of different sizes: gloo aborted a rank inside all_gather."""
     entered = any(call.name.startswith("all_gather") for call in calls.last.values())
@@ -139,7 +139,7 @@ def aborted_in_gather(calls: UnfinishedCall) -> Finding | None:
     return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
 
 
-@on_hash_seeds(10)
+@on_hash_seeds
 def set_order(seeds: HashSeeds) -> Finding | None:
     """Detect iteration over a set: the case fails only if ranks have different hash seeds."""
     return Finding("set-order", seeds.told)

@@ -6,9 +6,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.observations import Result, is_left, norms_of
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ mistake(
 )
 
 
-@on_tensors(Precedence.ANOTHER_BATCH + 100)
+@on_tensors
 def steps_other_tensors(tensors: Tensors) -> Finding | None:
     """Detect an optimizer that steps tensors outside of the model, so that its steps have no effect."""
     single = tensors.expected.single
@@ -39,7 +38,7 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
     return Finding("optimizer-differs", summary, tuple(lost))
 
 
-@on_tensors(Precedence.SUMS + 310)  # before a mean of parts, which averaged parameters also fit
+@on_tensors
 def optimizes_its_own(tensors: Tensors) -> Finding | None:
     """Detect an optimizer step with unsynchronized gradients, even if parameters are averaged later.
 
@@ -71,10 +70,7 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
     return None
 
 
-on_clause(Precedence.UPDATES + 20, "optimizer-differs", "updates")
-
-
-@on_tensors(Precedence.UPDATES + 10)
+@on_tensors
 def makes_something_else(tensors: Tensors) -> Finding | None:
     """Detect an optimizer step that makes wrong parameters from right gradients and right parameters.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.diagnosis.rules.gradients import clips_parts
 from mgpu_check.processes.rank_lists import named
 
@@ -29,7 +28,7 @@ mistake(
 )
 
 
-@on_evidence(Precedence.SUMS + 70)
+@on_evidence
 def statistics_of_parts(evidence: Evidence) -> Finding | None:
     """Detect batch statistics of each rank's shard, if the gradients are the mean of the shards' gradients."""
     tensors = evidence.tensors
@@ -41,10 +40,7 @@ def statistics_of_parts(evidence: Evidence) -> Finding | None:
     return Finding("batch-statistics-per-rank", summary)
 
 
-on_clause(Precedence.AMBIGUOUS + 100, "batch-statistics-per-rank", "normalizes")
-
-
-@on_tensors(Precedence.SUMS + 260)
+@on_tensors
 def mean_of_metrics(tensors: Tensors) -> Finding | None:
     """Detect a metric that is the mean over equal parts, although one device gives a different value."""
     mean = tensors.mean_of_parts
@@ -57,7 +53,7 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.SUMS + 320)
+@on_tensors
 def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
     """Detect gradients that are the mean of the parts', while one device gives no weighted sum of the parts."""
     mean = tensors.mean_of_parts
@@ -73,7 +69,7 @@ def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors(Precedence.SUMS + 330)
+@on_tensors
 def mean_of_parts(tensors: Tensors) -> Finding | None:
     """Detect an unweighted mean over the parts, where the parts should have other weights."""
     mean = tensors.mean_of_parts
@@ -91,13 +87,11 @@ def mean_of_parts(tensors: Tensors) -> Finding | None:
     )
 
 
-on_clause(Precedence.POSSIBLE + 50, "mean-of-means", "uneven")
-
 _SAME = 1e-4  # relative tolerance between two computations of one norm
 _SEVERAL = 3  # fewest elements of a buffer, so that one multiple does not fit all of them by chance
 
 
-@on_tensors(Precedence.AMBIGUOUS + 10)
+@on_tensors
 def norm_of_shards(tensors: Tensors) -> Finding | None:
     """Detect a gradient norm that ranks combine wrongly from the norms of their shards.
 
@@ -124,7 +118,7 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.AMBIGUOUS + 20)
+@on_tensors
 def buffers_of_one_part(tensors: Tensors) -> Finding | None:
     """Detect buffers with statistics of one rank's samples: one device gives the same values for these samples alone.
 
