@@ -36,32 +36,23 @@ if TYPE_CHECKING:
     from mgpu_check.simulated import simulated_node as simulated_node
 
 _HOMES = {
-    "Configuration": "mgpu_check.gates.agreement_gate",
-    "NotCompared": "mgpu_check.errors",
-    "Rank": "mgpu_check.engine.rank_side.rank",
-    "RankDied": "mgpu_check.errors",
-    "RankFailure": "mgpu_check.errors",
-    "RankHang": "mgpu_check.errors",
-    "Ranks": "mgpu_check.plugin.ranks",
-    "ScalingMismatch": "mgpu_check.errors",
-    "adapt": "mgpu_check.plugin.harnesses",
-    "assert_allreduce_matches": "mgpu_check.asserts.collectives",
-    "assert_evaluation_agrees": "mgpu_check.gates.evaluation_gate",
-    "assert_gradients_agree": "mgpu_check.asserts.models",
-    "assert_loader_covers": "mgpu_check.gates.loader_gate",
-    "assert_metric_scales": "mgpu_check.gates.step_gate",
-    "assert_replicas_agree": "mgpu_check.asserts.models",
-    "assert_resume_continues": "mgpu_check.gates.checkpoint_gate",
-    "assert_script_scales": "mgpu_check.compare.gate",
-    "assert_shards_cover": "mgpu_check.asserts.collectives",
-    "assert_step_scales": "mgpu_check.gates.step_gate",
-    "assert_steps_agree": "mgpu_check.gates.agreement_gate",
-    "current_rank": "mgpu_check.engine.rank_side.rank",
+    **dict.fromkeys(("assert_allreduce_matches", "assert_shards_cover"), "mgpu_check.asserts.collectives"),
     "raises_device_mismatch": "mgpu_check.asserts.mismatch",
+    **dict.fromkeys(("assert_gradients_agree", "assert_replicas_agree"), "mgpu_check.asserts.models"),
+    "assert_script_scales": "mgpu_check.compare.gate",
+    **dict.fromkeys(("Rank", "current_rank"), "mgpu_check.engine.rank_side.rank"),
+    **dict.fromkeys(("NotCompared", "RankDied", "RankFailure", "RankHang", "ScalingMismatch"), "mgpu_check.errors"),
+    **dict.fromkeys(("Configuration", "assert_steps_agree"), "mgpu_check.gates.agreement_gate"),
+    "assert_resume_continues": "mgpu_check.gates.checkpoint_gate",
+    "assert_evaluation_agrees": "mgpu_check.gates.evaluation_gate",
+    "assert_loader_covers": "mgpu_check.gates.loader_gate",
+    **dict.fromkeys(("assert_metric_scales", "assert_step_scales"), "mgpu_check.gates.step_gate"),
+    "adapt": "mgpu_check.plugin.harnesses",
+    "Ranks": "mgpu_check.plugin.ranks",
     "simulated_node": "mgpu_check.simulated",
 }
 
-__all__ = sorted(_HOMES)  # sorted() of a literal dict's keys
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -57,24 +57,24 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, default that of this process; its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    first = arguments[0] if arguments else ""
-    if first in ("-h", "--help"):
+    command = arguments[0] if arguments else ""
+    if command in ("-h", "--help"):
         print(_HELP, end="")
         return 0
-    if first == "--version":
+    if command == "--version":
         print(f"mgpu-check {__version__}")
         return 0
-    if first in _COMMANDS:
-        if first in _OF_ONE_PROCESS:
-            return _command(first, arguments[1:])
-        return launcher.run(arguments, lambda: _command(first, arguments[1:]))
+    if command in _COMMANDS:
+        if command in _OF_ONE_PROCESS:
+            return _command(command, arguments[1:])
+        return launcher.run(arguments, lambda: _command(command, arguments[1:]))
     from mgpu_check.cli import suite
 
-    if first and not first.startswith("-") and not suite.names_a_check(first):
+    if command and not command.startswith("-") and not suite.names_a_check(command):
         print(
-            f"mgpu-check: {first!r} is no command; choose one of {', '.join(_COMMANDS)}, or give options only to run "
+            f"mgpu-check: {command!r} is no command; choose one of {', '.join(_COMMANDS)}, or give options only to run "
             f"the packaged suite, or one of its files: {', '.join(suite.files())}. To run tests of your own, use "
-            "pytest: pytest --gpus=4 " + first,
+            "pytest: pytest --gpus=4 " + command,
             file=sys.stderr,
         )
         return WRONG_USAGE

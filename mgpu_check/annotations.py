@@ -18,12 +18,11 @@ def wanted(choice: str | None, environment: Mapping[str, str] = os.environ) -> b
 def annotation(title: str, message: str, site: str = "", environment: Mapping[str, str] = os.environ) -> str:
     """Return the workflow command for an error.
 
-    Args:
-        site: a line of a file, "src/train.py:40"; "" for an annotation of the whole run.
+    `site`: a line of a file, "src/train.py:40"; "" for an annotation of the whole run.
     """
     fields = {**_place(site, environment), "title": title}
-    told = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in fields.items())
-    return f"::error {told}::{_escaped(message)}"
+    attributes = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in fields.items())
+    return f"::error {attributes}::{_escaped(message)}"
 
 
 def _place(site: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -36,7 +35,7 @@ def _place(site: str, environment: Mapping[str, str]) -> dict[str, str]:
     return {} if path.split(os.sep)[0] == os.pardir else {"file": path, "line": line}
 
 
-def _escaped(text: str, more: str = "") -> str:
-    for character in "%\r\n" + more:
+def _escaped(text: str, reserved: str = "") -> str:
+    for character in "%\r\n" + reserved:
         text = text.replace(character, f"%{ord(character):02X}")
     return text

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     import pytest
 
 
-def _no_modules(tests: Iterable[Path]) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True, eq=False)
 class Application:
     """What an application says of itself.
@@ -39,7 +35,7 @@ class Application:
     command: tuple[str, ...] = ()
     frames: Literal["check", "engine", "user"] = "user"
     options: type[Any] | None = None
-    modules_of_ranks: Callable[[Iterable[Path]], list[str]] = _no_modules
+    modules_of_ranks: Callable[[Iterable[Path]], list[str]] = lambda tests: []
     advice: Mapping[bool, str] = field(default_factory=dict)
 
 
@@ -47,8 +43,8 @@ class Application:
 def applications() -> Mapping[str, Application]:
     """Return the applications that are installed, by the name of their folder."""
     folder = Path(__file__).parent
-    names = sorted(file.parent.name for file in folder.glob("*/application.py"))
-    return {name: importlib.import_module(f"{__package__}.{name}.application").APPLICATION for name in names}
+    folders = sorted(file.parent.name for file in folder.glob("*/application.py"))
+    return {name: importlib.import_module(f"{__package__}.{name}.application").APPLICATION for name in folders}
 
 
 def application_of(module: str) -> Application | None:

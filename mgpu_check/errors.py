@@ -102,10 +102,10 @@ NO_IMPORT = "ImportError"
 class StartupFailure(RankFailure):
     """The ranks of a world did not come up: an import failed, or the process group could not be formed.
 
-    ``cause`` names the class of what a rank raised, such as "DeviceRefused", or is `NO_IMPORT`; empty where none did.
+    ``cause`` names the class of what a rank raised, such as "DeviceRefused", or is `NO_IMPORT`; None where none did.
     """
 
-    cause: str = ""
+    cause: str | None = None
 
 
 class RankHang(BaseException):

@@ -16,7 +16,6 @@ _ON, _OFF = ("true", "yes", "on"), ("", "false", "no", "off")
 
 
 def _number(text: str) -> float:
-    """Return a number, or NaN for any other text."""
     try:
         return float(text)
     except ValueError:
@@ -79,8 +78,9 @@ def depth_of(level: Level) -> Depth:
 
 
 def level(text: str) -> Level:
-    if (one := next((one for one in LEVELS if one == text), None)) is not None:
-        return one
+    for name in LEVELS:
+        if name == text:
+            return name
     raise ValueError(f"choose one of {', '.join(LEVELS)}")
 
 

@@ -79,25 +79,20 @@ class Chart:
     tall: int = 130  # height of a panel in pixels
 
 
-def require(what: str) -> None:
+def require(option: str) -> None:
     """Check that pages can be made.
 
-    Args:
-        what: the option that asks for one, as the message names it.
-
-    Raises:
-        ValueError: the extra is not installed.
+    `option`: the option that asks for one, as the message names it. Raises `ValueError`: the extra is not installed.
     """
     if find_spec("jinja2") is None:
-        raise ValueError(f"{what} needs jinja2, not installed here; do: {INSTALL}")
+        raise ValueError(f"{option} needs jinja2, not installed here; do: {INSTALL}")
 
 
 def render(template: Path, *, version: str, **values: object) -> str:
     """Fill a template, which extends ``pages.html`` beside this file; what is put in is escaped, except charts of
     `svg`.
 
-    Args:
-        version: of mgpu-check, shown at the end of the page.
+    `version`: of mgpu-check, shown at the end of the page.
     """
     return _environment(template.parent).get_template(template.name).render(version=version, **values) + "\n"
 
@@ -149,8 +144,6 @@ def svg(chart: Chart) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """The vertical axis of a panel."""
-
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
@@ -189,9 +182,7 @@ def _scale(panel: Panel) -> _Scale:
 def _ticks(low: float, high: float, most: int, least: float = 0.0) -> list[tuple[float, str]]:
     """Return round values within a range with their texts: multiples of 1, 2 or 5 times a power of ten.
 
-    Args:
-        most: how many steps the range may have.
-        least: the smallest step.
+    `most`: how many steps the range may have. `least`: the smallest step.
     """
     wanted = max((high - low) / most, least)
     power = 10.0 ** math.floor(math.log10(wanted))
@@ -238,11 +229,11 @@ def _drawn_panel(panel: Panel, scale: _Scale, top: float, tall: float, x: Any) -
 
 
 def _drawn_line(line: Line, places: Sequence[tuple[float, float | None]]) -> Mapping[str, Any]:
-    parts: list[str] = []
+    commands: list[str] = []
     pen = False  # whether the last point was drawn
     for across, down in places:
         if down is not None:
-            parts.append(f"{'L' if pen else 'M'}{across:.1f} {down:.1f}")
+            commands.append(f"{'L' if pen else 'M'}{across:.1f} {down:.1f}")
         pen = down is not None
     form = _MARKS.get(line.mark)
     marks = [
@@ -250,7 +241,7 @@ def _drawn_line(line: Line, places: Sequence[tuple[float, float | None]]) -> Map
         for (across, down), (at, value) in zip(places, line.points, strict=True)
         if form and down is not None and value is not None
     ]
-    return {"line": line, "path": "".join(parts), "marks": marks, "words": _in_words(line)}
+    return {"line": line, "path": "".join(commands), "marks": marks, "words": _in_words(line)}
 
 
 def _in_words(line: Line) -> str:

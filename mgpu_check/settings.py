@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -56,11 +57,7 @@ class Option(Generic[T]):
         return PREFIX + self.name.upper()
 
     def read(self, text: str, origin: str) -> T:
-        """Return the value that `text` stands for.
-
-        Raises:
-            ValueError: naming `origin`, the text and the valid set.
-        """
+        """Return the value that `text` stands for. Raises `ValueError`: naming `origin`, the text and the valid set."""
         try:
             return self.parse(text.strip())
         except ValueError as error:
@@ -229,7 +226,7 @@ OPTIONS = options_of(Settings)
 @functools.cache
 def all_options() -> Mapping[str, Option[Any]]:
     """Return the options of the core, and those of the applications."""
-    return {**OPTIONS, **{name: option for kind in _application_options() for name, option in options_of(kind).items()}}
+    return functools.reduce(operator.or_, map(options_of, _application_options()), OPTIONS)
 
 
 def _application_options() -> list[Any]:
@@ -269,8 +266,8 @@ def resolve(
                 break
     own = {name: value for name, value in values.items() if name in OPTIONS}
     others = {
-        kind: kind(**{name: values[name] for name in options_of(kind) if name in values})
-        for kind in _application_options()
+        declared: declared(**{name: values[name] for name in options_of(declared) if name in values})
+        for declared in _application_options()
     }
     settings = Settings(**own, applications=others, origins=origins)
     if settings.simulate and settings.gpus is None:
@@ -293,12 +290,12 @@ def resolve(
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a line for each ``MGPU_CHECK_…`` variable that nothing reads: most likely a spelling mistake."""
-    known = {option.variable for option in all_options().values()}
+    variables = {option.variable for option in all_options().values()}
     lines = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+        if name.startswith(PREFIX) and name not in variables:
+            close = difflib.get_close_matches(name, variables, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(variables))}"
             lines.append(f"environment variable {name} is unknown and has no effect; {hint}")
     return lines
 

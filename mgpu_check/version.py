@@ -19,10 +19,10 @@ def torch_version() -> str:
     return _version("torch")
 
 
-def without_torch() -> str:
-    """Return a sentence if this Python has no torch; "" if it has."""
+def without_torch() -> str | None:
+    """Return a sentence if this Python has no torch; None if it has."""
     if "torch" in sys.modules or ((spec := importlib.util.find_spec("torch")) is not None and spec.origin is not None):
-        return ""
+        return None
     return f"torch is not installed for {sys.executable}: install torch 2.11 or newer there, or run another Python"
 
 

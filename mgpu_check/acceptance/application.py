@@ -23,7 +23,6 @@ def _reports(text: str) -> tuple[str, ...]:
 
 
 def _file(help: str, metavar: str = "FILE", repeats: bool = True) -> Any:
-    """Return an option that names a file."""
     return option_field(None, option_values.file, f"acceptance: {help}", "none", {"metavar": metavar}, repeats)
 
 

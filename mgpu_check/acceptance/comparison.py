@@ -243,18 +243,17 @@ def beside_peers(value: float, others: Sequence[float], unit: str, least: float,
     return Comparison("peers", "failed" if missing > limit else "passed", middle, missing, limit, reason, numbers)
 
 
-def wrong(measurement: Measurement) -> str:
-    """Return why the measurement is invalid, or "" if it is valid."""
-    if not math.isfinite(measurement.value) or measurement.value <= 0:
-        return f"{measurement.value} {measurement.unit} is not a valid speed or time: the measurement itself went wrong"
-    return ""
+def wrong(measurement: Measurement) -> str | None:
+    """Return why the measurement is invalid; None if it is valid."""
+    if math.isfinite(measurement.value) and measurement.value > 0:
+        return None
+    return f"{measurement.value} {measurement.unit} is not a valid speed or time: the measurement itself went wrong"
 
 
-def useless(measurement: Measurement) -> str:
-    """Return why a measurement cannot be compared with a reference, or "" if it can."""
-    if measurement.repeats < LEAST_REPEATS:
-        return wrong(measurement) or f"{measurement.repeats} repeats are too few, at least {LEAST_REPEATS} are needed"
-    return wrong(measurement)
+def useless(measurement: Measurement) -> str | None:
+    """Return why a measurement cannot be compared with a reference; None if it can."""
+    few = f"{measurement.repeats} repeats are too few, at least {LEAST_REPEATS} are needed"
+    return wrong(measurement) or (few if measurement.repeats < LEAST_REPEATS else None)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         run.start()
         try:
             result = yield
-        except session.Failed as failed:  # -x or --maxfail: still repeat what failed
+        except session.Failed as failed:
+            # pytest ends its loop so for -x and --maxfail (_pytest/main.py, pytest_runtestloop, pytest 9.2). The
+            # failures so far are still repeated, and the exception is raised again after that.
             stopped = failed
         if any(run.log.failed_calls()):
             live.phase("second looks at failures", LOCALISATION_SECONDS[depth_of(run.plan.level)])
@@ -146,7 +148,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _seed(config: pytest.Config) -> int | None:
-    """Return the Hypothesis seed, or None if it is not a number: Hypothesis accepts any text."""
+    """Return the Hypothesis seed, or None if it is not a number."""
+    # Hypothesis keeps a text that is no integer as its seed (_hypothesis_pytestplugin.py, Hypothesis 6.170).
     text = str(config.getoption("--hypothesis-seed", None))
     return int(text) if text.isdecimal() else None
 

@@ -98,7 +98,7 @@ class DocumentType(Generic[Content]):
     def decoded(self, document: Any, file: str) -> Content:
         """Make the content from a parsed JSON document, or raise ValueError that names the key and its valid values."""
         problem = _head(self, document)
-        if not problem:
+        if problem is None:
             document = {**document, "file": file}
             try:
                 content: Content = convert(document, self.content)
@@ -131,7 +131,7 @@ def _describe(definition: dict[str, Any]) -> None:
             definition["properties"][name]["description"] = " ".join(words.split())
 
 
-def _head(form: DocumentType[Any], document: Any) -> str:
+def _head(form: DocumentType[Any], document: Any) -> str | None:
     if not isinstance(document, dict):
         return f"the whole is {_short(document)}; give an object"
     for key, expected in (("format", form.name), ("version", form.version)):
@@ -139,7 +139,7 @@ def _head(form: DocumentType[Any], document: Any) -> str:
             return f"{key} is missing; give {_short(expected)}"
         if document[key] != expected:
             return f"{key} is {_short(document[key])}; give {_short(expected)}, which this version of mgpu-check reads"
-    return ""
+    return None
 
 
 def convert(value: Any, annotation: Any) -> Any:

@@ -48,14 +48,18 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class HardwareFault:
-    """A defect of hardware that can be planted."""
+    """A defect of hardware that can be planted.
+
+    This module registers each fault when it is imported. `planted_from` finds it by its name, and `hardware_planted`
+    plants its defect in every process of the simulated node, from the start of the process to its end.
+    """
 
     name: str
     summary: str
     # its parameters with their defaults: "device", "peer", "dtype", "operation", "above" (bytes), "probability" (per
     # operation), "every" (affects every n-th operation), "after" (seconds since the start), "factor", ...
     defaults: Parameters
-    parts: Callable[[Parameters], tuple[Part, ...]]  # the parts that the verdict must accuse
+    parts: Accused  # the parts that the verdict must accuse
     caught_by: tuple[str, ...]  # the checks that must detect it
     level: str = "quick"  # the lowest level that must detect it
     # makes the defect of the simulated node; None if the fault shows in telemetry only
@@ -100,9 +104,12 @@ def made_by(name: str, **arguments: Any) -> Callable[[Parameters], Defect]:
     return make
 
 
-def _accused(kind: PartKind, *names: str) -> Callable[[Parameters], tuple[Part, ...]]:
+Accused = Callable[[Parameters], tuple[Part, ...]]
+
+
+def _accused(part_kind: PartKind, *gpu_parameters: str) -> Accused:
     """Return a function that returns the part of the GPUs in these parameters, or of the only host."""
-    return lambda parameters: (Part(kind, tuple(int(parameters[name]) for name in names) or (0,)),)
+    return lambda parameters: (Part(part_kind, tuple(int(parameters[name]) for name in gpu_parameters) or (0,)),)
 
 
 gpu, host = _accused("gpu", "device"), _accused("host")
@@ -185,9 +192,6 @@ def _hardware(text: str) -> Hardware:
     return Hardware(defects, MEMORY)
 
 
-Accused = Callable[[Parameters], tuple[Part, ...]]
-
-
 def _memory(name: str, summary: str, cls: str, **parameters: Value) -> None:
     # The address is within the first third of the memory of a simulated GPU, and odd, so that it is aligned to nothing.
     defaults = {"device": 1, "address": 5_000_003, **parameters}
@@ -238,9 +242,9 @@ hardware_fault(HardwareFault("random-repeats", _REPEATS, {"device": 1}, gpu, ("c
 
 
 def _link(
-    name: str, summary: str, cls: str = "Link", level: str = "quick", what: str = "", **parameters: Value
+    name: str, summary: str, cls: str = "Link", level: str = "quick", damage: str | None = None, **parameters: Value
 ) -> None:
-    defect = made_by(cls, **({"what": what} if what else {}))
+    defect = made_by(cls, **({"damage": damage} if damage else {}))
     defaults = {"device": 0, "peer": 2, "above": 0, **parameters}
     hardware_fault(HardwareFault(name, summary, defaults, link, ("links",), level, defect))
 
@@ -248,23 +252,23 @@ def _link(
 _link("copy-zeros", "copies over a link deliver zeros")
 _link("copy-stale", "copies over a link leave the old content", "Stale")
 _link("copy-of-another-peer", "copies over a link deliver the data of another peer", "AnotherPeer")
-_link("copy-offset", "copies over a link arrive 64 bytes too far", what="offset")
-_link("copy-tail", "copies over a link have a wrong end", what="tail")
-_link("copy-large", "copies over a link lose their second half above 2 MiB", what="half", above=2 << 20)
+_link("copy-offset", "copies over a link arrive 64 bytes too far", damage="offset")
+_link("copy-tail", "copies over a link have a wrong end", damage="tail")
+_link("copy-large", "copies over a link lose their second half above 2 MiB", damage="half", above=2 << 20)
 _link("copy-by-kernel", "only kernels that write to the peer's memory write zeros", path="kernel")
 _link("copy-by-engine", "only the copy engine delivers zeros", path="engine")
-_link("copy-under-load", "copies over a link have a wrong bit if other copies run", what="bit", load=1, seed=0)
-_link("copy-lanes", "copies over a link have a wrong bit in each 32nd word", what="lane", seed=0)
-_link("copy-seldom", "one copy in 20 over a link has a wrong bit", what="bit", every=20, seed=0)
+_link("copy-under-load", "copies over a link have a wrong bit if other copies run", damage="bit", load=1, seed=0)
+_link("copy-lanes", "copies over a link have a wrong bit in each 32nd word", damage="lane", seed=0)
+_link("copy-seldom", "one copy in 20 over a link has a wrong bit", damage="bit", every=20, seed=0)
 _link("copy-stale-seldom", "one copy in 50 over a link leaves the old content", "Stale", every=50)
 _link("copy-stale-rare", "one copy in 500 over a link leaves the old content", "Stale", "standard", every=500)
 _link("copy-wraps", "copies over a link arrive 2 MiB in front of their place", "Wrapping", reach=2 << 20)
-_EGRESS, _OUT = made_by("Egress", what="tail"), "copies from a GPU to any other have a wrong end"
+_EGRESS, _OUT = made_by("Egress", damage="tail"), "copies from a GPU to any other have a wrong end"
 hardware_fault(HardwareFault("copy-out", _OUT, {"device": 1, "above": 0}, gpu, ("links",), defect=_EGRESS))
 
 
-def _host_link(name: str, summary: str, what: str, **parameters: Value) -> None:
-    defect = made_by("HostLink", what=what, **{name.partition("-")[0]: True})  # upload or download
+def _host_link(name: str, summary: str, damage: str, **parameters: Value) -> None:
+    defect = made_by("HostLink", damage=damage, **{name.partition("-")[0]: True})  # upload or download
     defaults = {"device": 1, "above": 0, "memory": "any", **parameters}
     hardware_fault(HardwareFault(name, summary, defaults, host_link, ("links",), defect=defect))
 
@@ -324,13 +328,12 @@ _slow("slow-port", "copies between a GPU and each other one are slow", "SlowPort
 _slow("slow-collective", "collectives with a GPU are slow", "SlowCollective", operation="all_reduce")
 _SMALL = "small collectives with a GPU are slow"
 _slow("slow-small-collectives", _SMALL, "SlowCollective", operation="any", below=4096)
+_ON_GPUS = ("inventory", "memory", "compute", "links", "collectives", "training")
 for _name, _summary, _cls in (
     ("lost", "a GPU falls off the bus, `after` seconds into the run", "Lost"),
     ("hangs", "a call of the driver about a GPU never returns", "Hanging"),
 ):
-    _caught_by = ("inventory", "memory", "compute", "links", "collectives", "training")
-    _defaults: Parameters = {"device": 1, "after": 0.0}
-    hardware_fault(HardwareFault(_name, _summary, _defaults, gpu, _caught_by, defect=made_by(_cls)))
+    hardware_fault(HardwareFault(_name, _summary, {"device": 1, "after": 0.0}, gpu, _ON_GPUS, defect=made_by(_cls)))
 
 # Defects that telemetry reports: growing counters, different settings, links that are down, a driver that hangs.
 
@@ -349,10 +352,8 @@ _GROWING = {
     "remapped_corrected": ("rows of memory are remapped after corrected errors", 1),
     "retired_pages": ("pages of memory are retired during the run", 1),
     "thermal_violation": ("heat holds the clocks of a GPU down, and no sample shows it", 100_000_000),
-    **dict.fromkeys(
-        ("reliability_violation", "board_violation"),
-        ("power or reliability holds the clocks of a GPU down", 100_000_000),
-    ),
+    "reliability_violation": ("power or reliability holds the clocks of a GPU down", 100_000_000),
+    "board_violation": ("power or reliability holds the clocks of a GPU down", 100_000_000),
 }
 """Counters that a fault increments: summary, and the increment per query."""
 
@@ -429,61 +430,54 @@ _EVERYWHERE: dict[str, tuple[str, dict[str, Value]]] = {
 
 _MOST = 16  # GPUs of a node
 
+Overrides = Callable[[Parameters], Sequence[Override]]
 
-def _says(fields: Mapping[str, Value | None], error: str = "") -> Callable[[Parameters], Sequence[Override]]:
+
+def _overrides(fields: Mapping[str, Value | None], error: str | None = None) -> Overrides:
     """Return a function that makes the overrides of a GPU. The parameters "field" and "value" replace those given."""
 
-    def says(parameters: Parameters) -> Sequence[Override]:
+    def make(parameters: Parameters) -> Sequence[Override]:
         device, grows, after = (float(parameters.get(name, 0)) for name in ("device", "grows", "after"))
-        return [
-            Override(
-                int(device), str(parameters.get("field", field)), parameters.get("value", value), grows, after, error
-            )
-            for field, value in fields.items()
-        ]
+        own = [(str(parameters.get("field", name)), parameters.get("value", value)) for name, value in fields.items()]
+        return [Override(int(device), name, value, grows, after, error) for name, value in own]
 
-    return says
+    return make
 
 
-def _all_say(fields: Mapping[str, Value]) -> Callable[[Parameters], Sequence[Override]]:
+def _everywhere(fields: Mapping[str, Value]) -> Overrides:
     return lambda _: [Override(number, field, value) for number in range(_MOST) for field, value in fields.items()]
 
 
-def _told(
-    name: str,
-    summary: str,
-    telemetry: Callable[[Parameters], Sequence[Override]],
-    by: str = "health",
-    accused: Accused = gpu,
-    **parameters: Value,
+def _telemetry_fault(
+    name: str, summary: str, make: Overrides, by: str = "health", accused: Accused = gpu, **parameters: Value
 ) -> None:
-    hardware_fault(HardwareFault(name, summary, parameters, accused, (by,), telemetry=telemetry))
+    hardware_fault(HardwareFault(name, summary, parameters, accused, (by,), telemetry=make))
 
 
-def _override(device: str, field: str, value: str) -> Callable[[Parameters], list[Override]]:
+def _formatted(device: str, field: str, value: str) -> Overrides:
     """Return a function that makes one override; `field` and `value` are filled with the parameters."""
-    return lambda parameters: [
-        Override(int(parameters[device]), field.format(**parameters), value.format(**parameters))
-    ]
+    return lambda own: [Override(int(own[device]), field.format(**own), value.format(**own))]
 
 
 _SLOT = "00000000:{{{}:02X}}:00.0"
 
 for _field, (_summary, _by) in _GROWING.items():
-    _told(f"{_field.replace('_', '-')}-grows", _summary, _says({_field: 0}), device=1, grows=_by, after=0.0)
-for _name, (_summary, _field, _wrong, _check) in _WRONG.items():
-    _told(_name, _summary, _says({_field: _wrong}), _check, device=2)
+    _telemetry_fault(
+        f"{_field.replace('_', '-')}-grows", _summary, _overrides({_field: 0}), device=1, grows=_by, after=0.0
+    )
+for _name, (_summary, _field, _setting, _check) in _WRONG.items():
+    _telemetry_fault(_name, _summary, _overrides({_field: _setting}), _check, device=2)
 for _after, _table in ((0.0, _LIMITS), (0.1, _CHANGES)):
     for _name, (_summary, _fields) in _table.items():
-        _told(_name, _summary, _says(_fields), device=1, after=_after)
+        _telemetry_fault(_name, _summary, _overrides(_fields), device=1, after=_after)
 for _name, (_summary, _fields) in _EVERYWHERE.items():
-    _told(_name, _summary, _all_say(_fields), "inventory", host)
+    _telemetry_fault(_name, _summary, _everywhere(_fields), "inventory", host)
 _ANEW = "a counter starts anew during the run, as after a reset of the GPU"
-_told("counter-falls", _ANEW, _says({"ecc_corrected": 1000}), device=1, grows=-1, after=0.0)
-_told("nvlink-down", "an NVLink is down", _says(_DOWN), "inventory", device=1)
+_telemetry_fault("counter-falls", _ANEW, _overrides({"ecc_corrected": 1000}), device=1, grows=-1, after=0.0)
+_telemetry_fault("nvlink-down", "an NVLink is down", _overrides(_DOWN), "inventory", device=1)
 _GEN3 = "the PCIe link of a GPU is trained at Gen3 x8, under load too"
-_told("pcie-slow", _GEN3, _says({"pcie_generation": 3, "pcie_width": 8}), "inventory", device=3)
-_told(
+_telemetry_fault("pcie-slow", _GEN3, _overrides({"pcie_generation": 3, "pcie_width": 8}), "inventory", device=3)
+_telemetry_fault(
     "memory-missing",
     "telemetry reports less memory on one GPU",
     lambda parameters: [Override(int(parameters["device"]), "memory", int(parameters["bytes"]))],
@@ -491,11 +485,13 @@ _told(
     device=2,
     bytes=12 << 20,
 )
-_NO_ACCESS = _override("device", "p2p_{peer}", "chipset not supported")
-_told("peer-access-missing", "a GPU cannot reach the memory of a peer", _NO_ACCESS, "inventory", link, device=0, peer=2)
-_SERIAL = _override("device", "serial", "SIMULATED-{peer}")
-_told("one-serial", "two GPUs report one serial number", _SERIAL, "inventory", host, device=1, peer=2)
-_told(
+_NO_ACCESS = _formatted("device", "p2p_{peer}", "chipset not supported")
+_telemetry_fault(
+    "peer-access-missing", "a GPU cannot reach the memory of a peer", _NO_ACCESS, "inventory", link, device=0, peer=2
+)
+_SERIAL = _formatted("device", "serial", "SIMULATED-{peer}")
+_telemetry_fault("one-serial", "two GPUs report one serial number", _SERIAL, "inventory", host, device=1, peer=2)
+_telemetry_fault(
     "one-uuid",
     "two GPUs report one UUID",
     lambda parameters: [Override(int(parameters[name]), "uuid", "GPU-00000000") for name in ("device", "peer")],
@@ -505,13 +501,13 @@ _told(
     peer=2,
 )
 _OTHER_SLOT = "the driver's library reports another slot of a GPU than torch"
-_told("other-slot", _OTHER_SLOT, _says({"pci": "00000000:3F:00.0"}), "inventory", device=1)
-_told(
+_telemetry_fault("other-slot", _OTHER_SLOT, _overrides({"pci": "00000000:3F:00.0"}), "inventory", device=1)
+_telemetry_fault(
     "slots-swapped",
     "the driver's library reports the slots of two GPUs the wrong way round",
     lambda parameters: [
-        *_override("device", "pci", _SLOT.format("peer"))(parameters),
-        *_override("peer", "pci", _SLOT.format("device"))(parameters),
+        *_formatted("device", "pci", _SLOT.format("peer"))(parameters),
+        *_formatted("peer", "pci", _SLOT.format("device"))(parameters),
     ],
     "inventory",
     lambda parameters: gpu(parameters) + gpu({"device": parameters["peer"]}),
@@ -526,28 +522,29 @@ hardware_fault(
         gpu,
         ("health",),
         defect=made_by("Lost"),
-        telemetry=lambda parameters: [*_says({"": None}, "lost")(parameters), *_says({"xid": 79})(parameters)],
+        telemetry=lambda parameters: [
+            *_overrides({"": None}, "lost")(parameters),
+            *_overrides({"xid": 79})(parameters),
+        ],
     )
 )
 _NUMBER = "the driver reports an error of a GPU by its number"
-_told("xid", _NUMBER, _says({"xid": None}), device=1, value=48, after=0.1)
-_HANGS = _says({"power": None}, "timeout")
-_told("driver-hangs", "a query of the driver never returns", _HANGS, device=2, field="power", after=0.0)
-_ERRS = _says({"ecc_uncorrected": None}, "Unknown Error")
-_told("telemetry-errs", "a query of the driver fails", _ERRS, device=2, field="ecc_uncorrected", after=0.0)
+_telemetry_fault("xid", _NUMBER, _overrides({"xid": None}), device=1, value=48, after=0.1)
+_HANGS = _overrides({"power": None}, "timeout")
+_telemetry_fault("driver-hangs", "a query of the driver never returns", _HANGS, device=2, field="power", after=0.0)
+_ERRS = _overrides({"ecc_uncorrected": None}, "Unknown Error")
+_telemetry_fault("telemetry-errs", "a query of the driver fails", _ERRS, device=2, field="ecc_uncorrected", after=0.0)
 
 
 _PORT = "sys/class/infiniband/mlx5_1/ports/1"
 _NET = "sys/class/net/eth0"
-_PCI = "sys/devices/pci0000:00/0000:f0:21.0"
+_PCI, _NONFATAL = "sys/devices/pci0000:00/0000:f0:21.0", "TOTAL_ERR_NONFATAL"
 
+_TRANSPORT = "NCCL copies through the memory of the host between GPUs with direct access"
 _OF_HOST: dict[str, tuple[str, dict[str, Any]]] = {
     "core-wrong": ("a core of the host computes wrong results", {"core": 5}),
     "host-memory-bit": ("a bit of the memory of the host flips", {"word": 70_001}),
-    "transport-shm": (
-        "NCCL copies through the memory of the host between GPUs with direct access",
-        {"transport": "SHM/direct/direct"},
-    ),
+    "transport-shm": (_TRANSPORT, {"transport": "SHM/direct/direct"}),
 }
 """Faults of a simulated host: summary, and fields of `SimulatedHost`."""
 
@@ -570,16 +567,10 @@ _FILES: dict[str, tuple[str, str, str]] = {
         *("an Ethernet interface loses its carrier again and again", f"{_NET}/statistics/tx_carrier_errors", "5000"),
     ),
     "slot-fatal-errors": (
-        "the slot of a NIC counts a fatal error of PCIe",
-        f"{_PCI}/aer_dev_fatal",
-        "TOTAL_ERR_FATAL 1",
+        *("the slot of a NIC counts a fatal error of PCIe", f"{_PCI}/aer_dev_fatal", "TOTAL_ERR_FATAL 1"),
     ),
     "slot-errors": (
-        *(
-            "the slot of a NIC counts an uncorrectable error of PCIe",
-            f"{_PCI}/aer_dev_nonfatal",
-            "TOTAL_ERR_NONFATAL 1",
-        ),
+        *("the slot of a NIC counts an uncorrectable error of PCIe", f"{_PCI}/aer_dev_nonfatal", f"{_NONFATAL} 1"),
     ),
 }
 """Faults that change one file of the kernel: summary, file, and its content after the run."""

@@ -24,18 +24,9 @@ part.
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 Action = Literal[
-    "watch",
-    "configure",
-    "install",
-    "reset-gpu",
-    "restart-node",
-    "inspect-cooling",
-    "inspect-power",
-    "inspect-node",
-    "reseat",
-    "replace-gpu",
-    "replace-link",
-]
+    "watch", "configure", "install", "reset-gpu", "restart-node", "inspect-cooling", "inspect-power", "inspect-node",
+    "reseat", "replace-gpu", "replace-link",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,12 +66,10 @@ def _field(entry: Observation) -> str:
     return name if peer_of(name) is None else name.rpartition("_")[0]
 
 
-def _read() -> dict[str, FindingKind]:
-    text = files("mgpu_check.acceptance").joinpath("findings.toml").read_text(encoding="utf-8")
-    return {name: convert({"id": name, **row}, FindingKind) for name, row in tomllib.loads(text).items()}
-
-
-KINDS: Mapping[str, FindingKind] = _read()
+_TEXT = files("mgpu_check.acceptance").joinpath("findings.toml").read_text(encoding="utf-8")
+KINDS: Mapping[str, FindingKind] = {
+    name: convert({"id": name, **row}, FindingKind) for name, row in tomllib.loads(_TEXT).items()
+}
 """All kinds by id. The first that matches an observation is its kind; the last matches all."""
 
 
@@ -109,7 +98,7 @@ class ReportedFinding:
 
 
 def identify(entry: Observation) -> FindingKind:
-    return next(kind for kind in KINDS.values() if kind.matches(entry))
+    return next(row for row in KINDS.values() if row.matches(entry))
 
 
 def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
@@ -119,9 +108,9 @@ def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
     """
     if entry.outcome != "failed":
         return entry
-    kind = identify(entry)
-    ruling = policy.get(kind.id, kind.ruling)
-    return replace(entry, finding=kind.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
+    finding = identify(entry)
+    ruling = policy.get(finding.id, finding.ruling)
+    return replace(entry, finding=finding.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
 
 
 _SUITED: Mapping[PartKind, Mapping[Action, Action]] = {
@@ -143,21 +132,21 @@ def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
     findings = []
     pairs = (((entry.finding, entry.subject), entry) for entry in observations if entry.finding)
     for (name, subject), entries in grouped(pairs):
-        kind, earliest, host = KINDS[name], entries[0], subject.kind == "host"
-        advice = str(earliest.evidence.get("advice") or (host and kind.do_for_host) or kind.do)
-        action = suited(kind.action, "host") if host else kind.action
-        times, ruling = sum(entry.times for entry in entries), earliest.ruling or kind.ruling
-        findings.append(ReportedFinding(name, kind.severity, action, ruling, subject, times, earliest.seen, advice))
+        row, earliest, host = KINDS[name], entries[0], subject.kind == "host"
+        advice = str(earliest.evidence.get("advice") or (host and row.do_for_host) or row.do)
+        action = suited(row.action, "host") if host else row.action
+        times, ruling = sum(entry.times for entry in entries), earliest.ruling or row.ruling
+        findings.append(ReportedFinding(name, row.severity, action, ruling, subject, times, earliest.seen, advice))
     return sorted(findings, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.id, finding.subject))
 
 
 def table() -> str:
     head = ("id", "severity", "action", "verdict", "means", "evidence", "do")
     rows = []
-    for kind in KINDS.values():
-        do = f"{kind.do}. For a host: {kind.do_for_host}" if kind.do_for_host else kind.do
-        rows.append((f"`{kind.id}`", kind.severity, kind.action, kind.ruling, kind.meaning, kind.evidence, do))
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ("---",) * len(head), *rows]) + "\n"
+    for row in KINDS.values():
+        do = f"{row.do}. For a host: {row.do_for_host}" if row.do_for_host else row.do
+        rows.append((f"`{row.id}`", row.severity, row.action, row.ruling, row.meaning, row.evidence, do))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ("---",) * len(head), *rows]) + "\n"
 
 
 if __name__ == "__main__":

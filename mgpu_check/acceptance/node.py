@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 SEEDS = st.integers(0, 2**16).filter(bool)
 """Seeds of data, except 0.
 
-Hypothesis tries the simplest value first, so a property with one example would always draw 0.
+Hypothesis tries the simplest value first, so a property with one example would always draw 0
+(hypothesis/internal/conjecture/engine.py, generate_new_examples, Hypothesis 6.170).
 """
 
 _SECONDS = {"quick": 20.0, "standard": 120.0, "long": 600.0}
@@ -176,6 +177,9 @@ class Boundary:
 class Node:
     """The fixture `node`: all GPUs of a run, with the methods that run checks on them.
 
+    `Run.start` makes it after a first look at the GPUs. Tests call checks by it, and second looks do after the last
+    test. The processes belong to the pool of the session, which ends them.
+
     Attributes:
         gpus: all GPUs; the number of a GPU is its index here.
         visible: number of GPUs of each host, including those outside the run.
@@ -196,22 +200,17 @@ class Node:
         hosts: Sequence[Host] = (),
         telemetry: Watch | None = None,
     ) -> None:
-        self.gpus = tuple(gpus)
-        self.plan = plan
-        self.hosts_of_run = tuple(hosts)
+        self.gpus, self.plan, self.hosts_of_run, self.telemetry = tuple(gpus), plan, tuple(hosts), telemetry
         self.visible: dict[int, int] = {}
         self.slots: dict[int, str] = {}
         self.past_xids: dict[int, dict[int, int]] = {}
         self.kernel_before: dict[tuple[str, str], KernelFacts] = {}
         self.lost: set[int] = set()
-        self.telemetry = telemetry
         self.boundaries: list[Boundary] = []
-        self._probing = False
+        self._pool, self._log = pool, log
         self._hung: set[str] = set()
-        self._pool = pool
-        self._log = log
         self._fresh = 0
-        self._controlling = False
+        self._probing = self._controlling = False
         self.on_failed: Callable[[RepeatableCall, Sequence[Observation]], None] = lambda call, failed: None
         self._measuring: dict[MeasuredKind, Callable[[], object]] = {}
 
@@ -315,7 +314,6 @@ class Node:
         return results
 
     def _on_host(self, repeatable: RepeatableCall, measure: Callable[[], object]) -> list[Any]:
-        """Make a call in the node process of its host."""
         host, indices = repeatable.host or 0, [self.gpus[number].index for number in repeatable.gpus]
 
         def call() -> list[Any]:
@@ -386,7 +384,8 @@ class Node:
         translated = [_translated(result, gpus, host) for result, host in zip(results, hosts, strict=False)]
         failed: list[Observation] = []
         for result in translated:
-            new = _subject_results(result)
+            items = result if isinstance(result, (list, tuple)) else [result]
+            new = [item for item in items if isinstance(item, SubjectResult)]
             self._log.add(new, repeatable)
             self._measuring |= {speed.kind: measure for speed in new if isinstance(speed, Measurement)}
             failed += [entry for entry in new if isinstance(entry, Observation) and entry.outcome == "failed"]
@@ -421,29 +420,21 @@ def _translated(result: Any, gpus: Sequence[int], host: int) -> Any:
 T = TypeVar("T")
 
 
-def of_type(kind: type[T], gpus: Sequence[int], results: Sequence[Iterable[Any] | None]) -> dict[int, T]:
+def of_type(wanted: type[T], gpus: Sequence[int], results: Sequence[Iterable[Any] | None]) -> dict[int, T]:
     """Return the value of a type among the results of each GPU, without GPUs that have none."""
     each = zip(gpus, results, strict=False)
-    return {gpu: value for gpu, values in each for value in values or () if isinstance(value, kind)}
-
-
-def _subject_results(result: Any) -> list[SubjectResult]:
-    if isinstance(result, SubjectResult):
-        return [result]
-    if isinstance(result, (list, tuple)):
-        return [item for item in result if isinstance(item, SubjectResult)]
-    return []
+    return {gpu: value for gpu, values in each for value in values or () if isinstance(value, wanted)}
 
 
 def _with_devices(fn: Callable[..., Any], indices: Sequence[int], args: Sequence[Any]) -> Any:
-    import torch  # in the node process
+    import torch
 
     return fn([torch.device("cuda", index) for index in indices], *args)
 
 
 def answers(rank: Rank, check: str) -> list[Observation]:
     """Sum numbers on the device of a rank and check the result; a lost device raises, or never returns."""
-    import torch  # here, because the parent refers to this function
+    import torch
 
     total = int(torch.arange(1024, device=rank.device).sum().item())
     subject = Subject("gpu", (rank.index,))

@@ -169,15 +169,15 @@ def _check_run(
     return CheckRun(check, *when, "passed" if "passed" in outcomes else "skipped", floor, least)
 
 
-def _gap(work: Work | None, floor: Work) -> str:
-    """Return what is missing to the floor, or "" if nothing is."""
+def _gap(work: Work | None, floor: Work) -> str | None:
+    """Return what is missing to the floor; None if nothing is."""
     done = work or Work()
     shortfalls = [
         f"{getattr(done, name):g} of {getattr(floor, name):g} {name}"
         for name in ("bytes", "operations", "seconds")
         if getattr(done, name) < getattr(floor, name)
     ]
-    return ", ".join(shortfalls) or ("" if work else "nothing was checked")
+    return ", ".join(shortfalls) or (None if work else "nothing was checked")
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,10 @@ DEFAULT_SOAK = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The validated settings of an acceptance run."""
+    """The validated settings of an acceptance run.
+
+    `Plan.of` makes it before the run starts, so that a wrong option costs no time. `Run` and `Node` read it.
+    """
 
     level: Level
     memory_share: float  # share of the free memory of each GPU to be written and read back
@@ -244,8 +247,8 @@ class Plan:
             for planted_fault in planted:
                 _check_places(planted_fault, settings.gpus or 0)
                 if planted_fault.fault.defect is not None and settings.simulate != "cpu":
-                    where = f"on the CPU only, not on {settings.simulate}"
-                    raise ValueError(f"{planted_fault.text}: hardware is simulated {where}; give --simulate")
+                    backing = f"on the CPU only, not on {settings.simulate}"
+                    raise ValueError(f"{planted_fault.text}: hardware is simulated {backing}; give --simulate")
             option = "accept_baseline"
             baseline = read_baseline(Path(options.accept_baseline)) if options.accept_baseline else None
             option = "accept_report"
@@ -311,8 +314,8 @@ def read_policy(path: Path) -> dict[str, Ruling]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        why = error.strerror or error
-        raise ValueError(f"{path} cannot be read: {why}. Give a TOML file with {_EXAMPLE}") from error
+        reason = error.strerror or error
+        raise ValueError(f"{path} cannot be read: {reason}. Give a TOML file with {_EXAMPLE}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}. Give a TOML file with {_EXAMPLE}") from error
     if unknown_keys := sorted(set(document) - {_TABLE}):

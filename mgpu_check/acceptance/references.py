@@ -110,20 +110,21 @@ class Baseline:
         entries = [entry for entry in self.entries if entry.name == gpu.name and same_memory(entry.memory, gpu.memory)]
         return sorted(entries, key=lambda entry: entry.recorded, reverse=True)
 
-    def entry(self, gpu: Gpu, software: Mapping[str, str]) -> tuple[Entry | None, str]:
-        """Return the entry of the same model and software and "", or None and why the file has no such entry."""
+    def entry(self, gpu: Gpu, software: Mapping[str, str]) -> Entry | str:
+        """Return the entry of the same model and software, or why the file has no such entry."""
         entries = self.of(gpu)
         if not entries:
             gpu_names = sorted({f"{entry.name} ({entry.memory} B)" for entry in self.entries})
-            return None, f"{self.file} has no {gpu.name} ({gpu.memory} B), only {', '.join(gpu_names) or 'nothing'}"
+            return f"{self.file} has no {gpu.name} ({gpu.memory} B), only {', '.join(gpu_names) or 'nothing'}"
         differences = [_differences(entry.software, software) for entry in entries]
-        if "" in differences:
-            return entries[differences.index("")], ""
-        nearest = min(differences, key=lambda text: text.count(","))
-        return None, f"{self.file} was recorded with other software: {nearest}"
+        if not (fewest := min(differences, key=len)):
+            return entries[differences.index(fewest)]
+        return f"{self.file} was recorded with other software: {', '.join(fewest)}"
 
-    def expected(self, gpus: Sequence[Gpu], software: Mapping[str, str] | None = None) -> tuple[dict[str, Value], str]:
-        """Return the facts that the GPUs of one host should have and "", or no facts and the reason.
+    def expected(
+        self, gpus: Sequence[Gpu], software: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, Value], str | None]:
+        """Return the facts that the GPUs of one host should have and None, or no facts and the reason.
 
         The facts come from the entry with the same software, or else from the latest one: a driver that differs is
         itself a fact to compare.
@@ -131,10 +132,10 @@ class Baseline:
         kinds = set(models(gpus).values())
         if len(kinds) != 1:
             return {}, f"the host has GPUs of {len(kinds)} models, and facts are recorded of one"
-        gpu = gpus[0]
-        same, reason = self.entry(gpu, software or {})
-        entries = self.of(gpu)
-        return (dict((same or entries[0]).facts), "") if entries else ({}, reason)
+        entry, entries = self.entry(gpus[0], software or {}), self.of(gpus[0])
+        if isinstance(entry, str):
+            return (dict(entries[0].facts), None) if entries else ({}, entry)
+        return dict(entry.facts), None
 
     def count(self, gpus: Sequence[Gpu]) -> int | None:
         """Return how many GPUs one host had when this model was last recorded; None if the file does not say."""
@@ -154,9 +155,9 @@ class Baseline:
         members = [gpus[member] for member in subject.members] if subject.kind != "host" else list(gpus.values())
         if len(set(models(members).values())) != 1:
             return Comparison("baseline", "unknown", why="it is of GPUs of several models")
-        entry, reason = self.entry(members[0], software.get(members[0].host, {}))
-        if entry is None:
-            return Comparison("baseline", "unknown", why=reason)
+        entry = self.entry(members[0], software.get(members[0].host, {}))
+        if isinstance(entry, str):
+            return Comparison("baseline", "unknown", why=entry)
         key = (subject.kind, measurement.quantity, measurement.unit, measurement.size)
         position = place_of(measurement, gpus)
         same = [r for r in entry.measurements if (r.subject, r.quantity, r.unit, r.size) == key]
@@ -184,12 +185,9 @@ class Baseline:
 FORM = DocumentType("mgpu-check baseline", 1, Baseline, "`mgpu-check accept --record-baseline=FILE` writes such a file")
 
 
-def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
-    return ", ".join(
-        f"{name} {recorded.get(name) or 'unknown'} there, {now.get(name) or 'unknown'} here"
-        for name in SOFTWARE
-        if recorded.get(name, "") != now.get(name, "")
-    )
+def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    pairs = ((name, recorded.get(name, ""), now.get(name, "")) for name in SOFTWARE)
+    return [f"{name} {old or 'unknown'} there, {new or 'unknown'} here" for name, old, new in pairs if old != new]
 
 
 def place_of(measurement: Measurement, gpus: Mapping[int, Gpu]) -> str:
@@ -404,11 +402,11 @@ class Floors:
     def sku(self, gpu: Gpu) -> Sku | None:
         return next((sku for sku in self.skus if sku.why_not(gpu) is None), None)
 
-    def about(self, gpu: Gpu) -> str:
-        """Return why the table has no floors for this GPU, or "" if it has."""
+    def about(self, gpu: Gpu) -> str | None:
+        """Return why the table has no floors for this GPU; None if it has."""
         reasons = [sku.why_not(gpu) for sku in self.skus]
         if None in reasons:
-            return ""
+            return None
         return next((reason for reason in reasons if reason), f"{Path(self.file).name} does not have this model")
 
     def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu]) -> list[Comparison]:

@@ -65,12 +65,15 @@ _INTERVAL, _INTERVAL_SIMULATED = 1.0, 0.1
 class Run:
     """One acceptance run.
 
+    `pytest_runtestloop` of `conftest.py` makes it and starts it before the first test, lets it look again after the
+    last one, and ends it, which closes the telemetry. `pytest_sessionfinish` asks it for the report.
+
     Args:
         command: the command line of the user, without the options that select checks.
         seed: seed of Hypothesis; None if it is not a number.
 
     Attributes:
-        ended_by: the signal that interrupted the run; "" for Ctrl-C.
+        ended_by: the signal that interrupted the run; None for Ctrl-C.
         broken: names of tests that ended with an error of their own.
     """
 
@@ -83,16 +86,13 @@ class Run:
                 f"--plant: {plan.planted[0].text} is planted in the simulated GPUs of one host, and this run has "
                 f"{len(hosts)}; leave it out, or run on one host"
             )
-        self.session = session
-        self.plan = plan
-        self.command = command
+        self.session, self.plan, self.command, self.seed = session, plan, command, seed
         self.selection = selection or Selection()
-        self.seed = seed
         self.log = RunLog()
         self.log.judge = lambda entry: judged(entry, plan.policy)
         self.selected: set[str] = set()
         self.interrupted = False
-        self.ended_by = ""
+        self.ended_by: str | None = None
         self.broken: list[str] = []
         self.node: Node | None = None
         self.looks: list[Look] = []
@@ -123,14 +123,16 @@ class Run:
         self.node.kernel_before = self._kernel
         # Simulated telemetry numbers slots over all hosts, and simulated torch on each.
         self.node.slots = self._slots if not plan.simulate or len(self.hosts) == 1 else {}
-        past = {gpu.number: self._past_xids(gpu) for gpu in self.node.gpus if not plan.simulate}
-        self.node.past_xids = {number: xids for number, xids in past.items() if xids}
+        for gpu in self.node.gpus if not plan.simulate else ():
+            logged = self._logs.get(gpu.host, {}).items()
+            if xids := {xid: times for (pci, xid), times in logged if gpu.pci and pci == gpu.pci.upper()}:
+                self.node.past_xids[gpu.number] = xids
 
     def _watch(self, gpus: Sequence[Gpu]) -> Watch:
         simulated = None
         if self.plan.simulate:
             planted = self.plan.planted
-            overrides = [override for one in planted for override in one.fault.telemetry(one.parameters)]
+            overrides = [override for each in planted for override in each.fault.telemetry(each.parameters)]
             simulated = SimulatedTelemetry({"memory": gpus[0].memory, "name": gpus[0].name}, overrides)
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         return Watch(gpus, self.session.pool, simulated, interval, self.log.zero)
@@ -156,10 +158,6 @@ class Run:
         facts = {name: value for name, value in facts.items() if name not in ("serial", "pci")}
         serial, pci, uuid = (str(driver_values.get(name) or "") for name in ("serial", "pci", "uuid"))
         return dataclasses.replace(gpu, uuid=gpu.uuid or uuid, serial=serial, pci=pci or gpu.pci, facts=facts)
-
-    def _past_xids(self, gpu: Gpu) -> dict[int, int]:
-        logged = self._logs.get(gpu.host, {})
-        return {xid: times for (pci, xid), times in logged.items() if gpu.pci and pci == gpu.pci.upper()}
 
     def _with_driver(self, host: Host) -> Host:
         assert self.node is not None
@@ -325,12 +323,14 @@ class Run:
         observations: Sequence[Observation],
     ) -> Accusation:
         failed = [observations[number] for number in numbers]
+        mine = {id(entry) for entry in failed}
+        calls = [call for entry, call in self.log.failed_calls() if id(entry) in mine]
         remedy = remedy_for(component, failed)
         return Accusation(
             component,
             tuple(evidence_lines(observations, numbers, others)),
             numbers,
-            arm=self._arm(component, failed),
+            arm=found_about(component, calls, self.looks),
             advice=remedy.advice,
             repeat=self._repeat(failed),
             findings=tuple(dict.fromkeys(finding.id for finding in listed(failed))),
@@ -338,11 +338,6 @@ class Run:
             action=remedy.action,
             shared=tuple(others),
         )
-
-    def _arm(self, component: Part, failed: Sequence[Observation]) -> str:
-        mine = {id(entry) for entry in failed}
-        calls = [call for entry, call in self.log.failed_calls() if id(entry) in mine]
-        return found_about(component, calls, self.looks)
 
     def _repeat(self, failed: Sequence[Observation]) -> str:
         # The check of performance judges measurements that other checks made, so repeat those as well.
@@ -354,8 +349,11 @@ class Run:
     def _of_host(self, verdict: Verdict, host: Host, gpus: Sequence[Gpu]) -> Verdict:
         mine = {gpu.number for gpu in gpus if gpu.host == host.number}
         part_of_host = {"host": {host.number}}
-        pairs = ((accusation, accusation.part) for accusation in verdict.accusations)
-        accusations = tuple(one for one, part in pairs if part_of_host.get(part.kind, mine) & set(part.members))
+        accusations = tuple(
+            accusation
+            for accusation in verdict.accusations
+            if part_of_host.get(accusation.part.kind, mine) & set(accusation.part.members)
+        )
         open_ = verdict.unknown or verdict.unexplained
         verdict_kind: Kind = "REJECTED" if accusations else "INCONCLUSIVE" if open_ else "ACCEPTED"
         return dataclasses.replace(verdict, kind=verdict_kind, accusations=accusations)
@@ -370,6 +368,7 @@ def _look() -> _FirstLook:
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        with contextlib.suppress(Exception):  # raises if the NCCL library is missing
+        # It asks the loaded library, which may be missing (torch/cuda/nccl.py, version, torch 2.13).
+        with contextlib.suppress(Exception):
             software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return take_inventory(), socket.gethostname(), boot_id(), software, past_xids(), read_kernel()

@@ -178,7 +178,10 @@ class RunReport:
 
 @dataclass(frozen=True, eq=False)
 class RepeatableCall:
-    """A call ``fn(rank, *args)`` on ranks, or in a node process, that returned results and can be repeated."""
+    """A call ``fn(rank, *args)`` on ranks, or in a node process, that returned results and can be repeated.
+
+    `Node` makes it for each call. The log keeps it beside the results, and controls and second looks repeat it.
+    """
 
     check: str
     fn: Callable[..., Any]
@@ -219,6 +222,9 @@ class Section:
 
 class RunLog:
     """Collect the results of a run in one section per test.
+
+    `Run` makes it. `conftest.py` begins a section for each test, and `Node` adds the results of calls to the last one.
+    The verdict and the report read all of it when the tests have ended.
 
     Attributes:
         on_added: called with the new results after each `add`.

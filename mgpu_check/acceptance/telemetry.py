@@ -60,6 +60,9 @@ _TRIES = 3
 class Watch:
     """The telemetry of a run.
 
+    `Run.start` makes it. `Node.mark` takes a snapshot before the first test and after each, the checks of inventory and
+    health call `under_load`, and `Run.end` closes it.
+
     Args:
         simulated: source of the telemetry of simulated GPUs; None on real ones.
         interval: seconds between two samples of a GPU.
@@ -113,23 +116,19 @@ class Watch:
     def _keep_busy(self, node: Node, check: str, seconds: float) -> None:
         numbers, guests = node.numbers, {}
         for gpus in self._of.values():
-            index = next((numbers.index(number) for number, _ in gpus if number in numbers), None)
-            if index is not None:
+            if (index := next((numbers.index(number) for number, _ in gpus if number in numbers), None)) is not None:
                 guests[index] = (gpus, self._made_of(), self.interval)
         for result in node.on_ranks(check, busy_and_listening, seconds, guests):
             if isinstance(result, Visit):
                 self._note(result)
 
     def samples(self) -> list[TelemetrySample]:
-        """Return the samples so far, by time."""
         return sorted([*self._sampler.samples(), *self._samples], key=lambda sample: (sample.at, sample.gpu))
 
     def troubles(self) -> list[Trouble]:
-        """Return the troubles so far."""
         return [*self._sampler.troubles(), *self._troubles.values()]
 
     def close(self) -> None:
-        """Stop sampling."""
         self._sampler.close()
 
     def _looked(self, host: int, gpus: Sequence[tuple[int, str]], full: bool) -> Snapshot:

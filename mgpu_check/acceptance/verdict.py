@@ -26,11 +26,12 @@ and over other paths. The log records these second looks like all other observat
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from mgpu_check.acceptance.findings import Action, ReportedFinding, Severity, listed, suited
@@ -61,12 +62,12 @@ def smallest_sets(
     # A failure with more suspects than another one, and among them all of the other, adds nothing.
     distinct = sorted(set(explaining), key=len)
     needed = [suspects for suspects in distinct if not any(smaller < suspects for smaller in distinct)]
-    search = _Search(price, alike)
+    search: _Search[S] = _Search(price, alike)
     try:
         search.extend(frozenset(), 0.0, needed, frozenset())
     except _TooLong:
         return None
-    by_cost = sorted(search.found.items(), key=lambda item: item[1])
+    by_cost = sorted(search.costs.items(), key=lambda item: item[1])
     return [solution for solution, cost in by_cost if cost <= search.least + alike]
 
 
@@ -74,13 +75,15 @@ class _TooLong(Exception):
     pass
 
 
+@dataclass
 class _Search(Generic[S]):
-    def __init__(self, price: Mapping[S, float], alike: float) -> None:
-        self.price = price
-        self.alike = alike
-        self.least = float("inf")
-        self.found: dict[frozenset[S], float] = {}
-        self.steps = 0
+    """The search of `smallest_sets`, which makes it, extends the empty set, and reads the costs of the solutions."""
+
+    price: Mapping[S, float]
+    alike: float
+    least: float = math.inf
+    costs: dict[frozenset[S], float] = field(default_factory=dict)
+    steps: int = 0
 
     def extend(self, chosen: frozenset[S], cost: float, unexplained: list[frozenset[S]], barred: frozenset[S]) -> None:
         """Add suspects to `chosen` until nothing is left. `barred` are suspects that other branches have tried."""
@@ -88,7 +91,7 @@ class _Search(Generic[S]):
         if self.steps > _MOST_STEPS:
             raise _TooLong
         if not unexplained:
-            self.found[chosen] = cost
+            self.costs[chosen] = cost
             self.least = min(self.least, cost)
             return
         open_: list[frozenset[S]] = [suspects - barred for suspects in unexplained]
@@ -237,11 +240,13 @@ def _explains(
         return CHECKLIST[check].over_the_host and subject.kind in ("gpu", "group") and component.members[0] in members
     if subject.kind == "copy":
         return members == component.members
-    apart = bool(suspects) and not set(suspects) & set(component.members)
-    return subject.kind == "group" and exchanged and set(component.members) <= set(members) and not apart
+    clears_it = bool(suspects) and not set(suspects) & set(component.members)
+    return subject.kind == "group" and exchanged and set(component.members) <= set(members) and not clears_it
 
 
 class _Candidates:
+    """The suspects of the failures of a run, with their prices. `explain` makes it and asks once for the sets."""
+
     def __init__(self, failed: Sequence[Key], passed: Iterable[Key], hosts: Sequence[int]) -> None:
         self.failed = failed
         self.hosts = hosts
@@ -251,13 +256,13 @@ class _Candidates:
     def sets(self) -> list[frozenset[Suspect]]:
         """Return every smallest set of candidates that explains all failures; none if there are too many to try."""
         candidates = self.candidates
-        explained = [frozenset(one for one in candidates if one.explains(key, self.hosts)) for key in self.failed]
+        explained = [frozenset(each for each in candidates if each.explains(key, self.hosts)) for key in self.failed]
         price = {candidate: self._price(candidate) for candidate in candidates}
         for link in (candidate for candidate in candidates if len(candidate.components) == 2):
             pair = link.components[0].members
             ends = {(Part("gpu", (member,)),) for member in pair}
             if not self._controlled(pair):
-                price[link] = max(price[link], min(price[other] for other in candidates if other.components in ends))
+                price[link] = max(price[link], min(price[end] for end in candidates if end.components in ends))
         for suspect in (candidate for candidate in candidates if candidate.components[0].kind == "host"):
             if failing := self._all_that_fail(suspect.components[0].members[0]):
                 together = sum(price[candidate] for candidate in candidates if candidate.components in failing)
@@ -311,7 +316,6 @@ class _Candidates:
         return sorted([*alone, *links])
 
     def _price(self, suspect: Suspect) -> float:
-        """Return the cost of a suspect, with a surcharge for the share of its observations that passed."""
         failures = sum(suspect.explains(key, self.hosts) for key in self.failed)
         passes = sum(suspect.explains(key, self.hosts) for key in self.passed)
         return suspect.cost + _SPOILED * passes / max(1, passes + failures)
@@ -369,6 +373,10 @@ def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monoto
         yield look
 
 
+def _has_failed(entries: Iterable[Observation]) -> bool:
+    return any(entry.outcome == "failed" for entry in entries)
+
+
 def control(node: Node, call: RepeatableCall) -> Look:
     """Repeat a call that has failed in fresh processes on the same GPUs, and in those of the run.
 
@@ -376,12 +384,9 @@ def control(node: Node, call: RepeatableCall) -> Look:
     in those of the run, each time.
     """
     repeats = _REPEATS[node.depth]
-
-    def fails(repeat: Callable[[], list[Observation]]) -> bool:
-        return any(entry.outcome == "failed" for entry in repeat())
-
-    fresh, in_run = partial(node.repeat_in_fresh_processes, call), partial(node.repeat, call, call.gpus)
-    if any(fails(fresh) for _ in range(repeats)) or not all(fails(in_run) for _ in range(repeats)):
+    fresh = (node.repeat_in_fresh_processes(call) for _ in range(repeats))
+    in_run = (node.repeat(call, call.gpus) for _ in range(repeats))
+    if any(map(_has_failed, fresh)) or not all(map(_has_failed, in_run)):
         return Look(call.case, call.check, call.gpus, ())
     message = (
         f"a failure on GPUs {_list(sorted(call.gpus))} does not come again in {repeats} fresh processes, and comes "
@@ -403,10 +408,10 @@ def found_about(component: Part, calls: Iterable[RepeatableCall], looks: Iterabl
 
 
 class _SecondRun:
+    """One second look: `look_again` makes it for a call, and `look` ends with the result, or raises `_TimeIsOver`."""
+
     def __init__(self, node: Node, call: RepeatableCall, is_late: Callable[[], bool]) -> None:
-        self.is_late = is_late
-        self.node = node
-        self.call = call
+        self.node, self.call, self.is_late = node, call, is_late
         self.repeats = _REPEATS[node.depth]
 
     def look(self) -> Look:
@@ -470,8 +475,8 @@ class _SecondRun:
                 findings.append(f"GPU {gpu} is right with GPU {_list(others)}")
         return findings
 
-    def _permuted(self, group: tuple[int, ...]) -> str:
-        """Run with each device at each rank, and return whether the fault follows the device or the rank, or "".
+    def _permuted(self, group: tuple[int, ...]) -> str | None:
+        """Run with each device at each rank, and return what the fault follows; None if too few runs show it.
 
         A fault follows the rank only if it shows on every device of the group there.
         """
@@ -487,7 +492,7 @@ class _SecondRun:
             ranks.append({order.index(gpu) for gpu in suspects})
         pointing = [suspects for suspects in devices if suspects]
         if len(pointing) < 2:
-            return ""
+            return None
         if set.intersection(*pointing):
             return _FOLLOWS_DEVICE
         return _FOLLOWS_RANK if set.intersection(*ranks) else "follows neither the device nor the rank"

@@ -21,7 +21,8 @@ from mgpu_check.torch_hooks.tensors import name_of, plain
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of `tensor` in order, as a uint8 matrix on the CPU, (number of elements, bytes of one)."""
-    # Always copy: torch calls a single element contiguous for any stride, and `view` then refuses it.
+    # Always copy: torch calls a single element contiguous for any stride, and `view` then refuses it ("self.stride(-1)
+    # must be 1 to view Float as Byte", torch 2.13).
     flat = plain(tensor).clone(memory_format=torch.contiguous_format).reshape(-1)
     if flat.numel() == 0:
         return torch.empty(0, flat.element_size(), dtype=torch.uint8, device="cpu")
@@ -147,19 +148,19 @@ def assert_allreduce_matches(
         )
     contribution = should.contributions[0]
 
-    def deviation(result: torch.Tensor, rank: int) -> str:
+    def deviation(result: torch.Tensor, rank: int) -> str | None:
         if result.dtype != contribution.dtype:
             return f"has dtype {result.dtype}, expected {contribution.dtype}"
         if result.shape != should.value.shape:
             return f"has shape {tuple(result.shape)}, expected {tuple(should.value.shape)}"
         own = result, should.value, should.tolerance
         if (off := difference(*own)) is None:
-            return ""
-        parts, constants = should.contributions, {"world size": count}
-        return "; ".join([str(off), *diagnose(*own, contributions=parts, rank=rank, constants=constants)])
+            return None
+        looks = diagnose(*own, contributions=should.contributions, rank=rank, constants={"world size": count})
+        return "; ".join([str(off), *looks])
 
     texts = ((deviation(result, rank), rank) for rank, result in sorted(results_by_rank.items()))
-    failures = grouped((text, rank) for text, rank in texts if text)
+    failures = grouped((text, rank) for text, rank in texts if text is not None)
     if not failures:
         return
     wrong_ranks = sorted(rank for _, ranks in failures for rank in ranks)
@@ -205,7 +206,7 @@ def chunk_sizes(total: int, devices: int) -> list[int]:
         return [0] * devices
     size = -(-total // devices)
     full, rest = divmod(total, size)
-    return [size] * full + [rest] * (rest > 0)
+    return [size] * full + ([rest] if rest else [])
 
 
 def assert_shards_cover(batch: Any, shards: Sequence[Any], devices: Sequence[Device], dim: int = 0) -> None:
@@ -300,7 +301,8 @@ def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
 def _devices(devices: Sequence[Device]) -> list[torch.device]:
     if len(devices) == 0:
         raise ValueError("devices=() is empty; give at least one device")
-    # torch.device(int) would need an accelerator, and take its type.
+    # torch.device(int) takes the type of the accelerator, and raises without one ("Cannot access accelerator device
+    # when none is available", torch 2.13).
     return [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
 
 
@@ -340,9 +342,8 @@ def _assert_tensor_covered(
         expected, got = source.narrow(axis, landed, rows), plain(piece).narrow(axis, 0, rows)
         if not same_bits(expected, got):
             at = first_difference(expected, got)
-            row = landed + at[axis]
             raise ShardError(
-                f"{shard}, on {piece.device}: row {at[axis]} along dim {dim} (row {row} of the batch), "
+                f"{shard}, on {piece.device}: row {at[axis]} along dim {dim} (row {landed + at[axis]} of the batch), "
                 f"element {list(at)}: expected {expected[at].item()}, got {got[at].item()}"
                 f"{_origins(full_tensor, pieces, axis)}",
                 ranks=(index,),

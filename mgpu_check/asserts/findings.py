@@ -34,8 +34,8 @@ def enough(findings: Sequence[object]) -> bool:
 class Findings:
     """The errors that a rank finds, kept until the context ends, after the last collective.
 
-    The end of the context raises the first finding, even if another exception, which may follow from it, ends the
-    context.
+    A check on ranks makes one and enters it around its collectives. The end of the context raises the first finding,
+    even if another exception, which may follow from it, ends the context.
     """
 
     def __init__(self) -> None:

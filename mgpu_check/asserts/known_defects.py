@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 
 class Hearing(Generic[T]):
-    """A channel from checks to at most one listener, the one whose context was entered last."""
+    """A channel from checks to at most one listener, the one whose context was entered last.
+
+    This module makes two when it is imported, for cases left out and for defects met; they live as long as the process.
+    """
 
     def __init__(self) -> None:
         self._hear: Callable[[T], None] | None = None

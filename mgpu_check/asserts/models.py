@@ -53,7 +53,7 @@ def assert_replicas_agree(
     odd = [index for index, values in enumerate(prints) if values != usual]
     if odd:
         deviation = _first_difference(states[odd[0]], states[model], f"replica {model}")
-        raise ReplicaMismatch(f"{what}: {_named(odd, 'replica')} differ{'s' * (len(odd) == 1)}: {deviation}", ranks=odd)
+        raise ReplicaMismatch(f"{what}: {_differing(odd, 'replica')}: {deviation}", ranks=odd)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -94,22 +94,22 @@ def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | Non
     usual = max(rows, key=rows.count)
     model = rows.index(usual)
     odd = [index for index, row in enumerate(rows) if row != usual]
-    head = f"{subject}: {_named(odd, 'rank')} of {len(rows)} differ{'s' * (len(odd) == 1)} from rank {model}"
+    head = f"{subject}: {_differing(odd, 'rank', f' of {len(rows)}')} from rank {model}"
     if any(row[0] != usual[0] for row in rows):
         if rank in odd:
             entries = [f"{name} {_kind(value)}" for name, value in state.items()]
-            here = ", ".join(entries[:6]) + (", …" if len(entries) > 6 else "")
-            raise ReplicaMismatch(f"{head} in names, shapes or dtypes; here: {here}", ranks=odd)
+            on_rank = ", ".join(entries[:6]) + (", …" if len(entries) > 6 else "")
+            raise ReplicaMismatch(f"{head} in names, shapes or dtypes; here: {on_rank}", ranks=odd)
         return
     # All ranks have found the difference, so all take part in this broadcast, which locates it.
     source = model if group is None else dist.get_global_rank(group, model)
-    deviation = ""
+    deviation: str | None = None
     for name, value in state.items():
         reference = value.detach().clone().contiguous()
         dist.broadcast(reference, source, group=group)
-        if not deviation and fingerprint(reference) != fingerprint(value):
+        if deviation is None and fingerprint(reference) != fingerprint(value):
             deviation = _first_difference({name: value}, {name: reference}, f"rank {model}")
-    if deviation:
+    if deviation is not None:
         raise ReplicaMismatch(f"{head}: {deviation}", ranks=odd)
 
 
@@ -133,8 +133,9 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {name_of(tensor.dtype)}"
 
 
-def _named(indices: Sequence[int], noun: str) -> str:
-    return f"{noun}{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+def _differing(indices: Sequence[int], noun: str, among: str = "") -> str:
+    plural, verb = ("s", "differ") if len(indices) > 1 else ("", "differs")
+    return f"{noun}{plural} {', '.join(map(str, indices))}{among} {verb}"
 
 
 _SHOWN = 4
@@ -216,9 +217,9 @@ def assert_gradients_agree(
             )
             # Results are often copied to the CPU: name the device of a tensor that is still there.
             device = f" on {got[name].device}" if got[name].device.type == "cuda" else ""
-            kind = f"{name_of(got[name].dtype)}{list(got[name].shape)}{device}"
+            layout = f"{name_of(got[name].dtype)}{list(got[name].shape)}{device}"
             ratio = f" (ratio {show(off.got / off.expected, torch.float32)})" if off.expected else ""
-            finding = "; ".join([f"{off}{ratio}", kind, *looks])
+            finding = "; ".join([f"{off}{ratio}", layout, *looks])
         wrong_count += 1
         if len(lines) < _SHOWN:
             lines.append(f"{name}: {finding}")
@@ -259,7 +260,7 @@ def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     if wrong_count < len(expected) or wrong_count < 2:
         return []
     pairs = [(plain(got[name]).double(), plain(value).double()) for name, value in expected.items()]
-    ratios = torch.cat([(own / right).flatten() for own, right in pairs])
+    ratios = torch.cat([(own / reference).flatten() for own, reference in pairs])
     ratios = ratios[ratios.isfinite()]
     if not len(ratios):
         return []

@@ -165,7 +165,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Ending:
-    """A pytest plugin that distinguishes an interrupted run from an undecided one: pytest's exit code is 2 for both."""
+    """A pytest plugin that distinguishes an interrupted run from an undecided one: pytest's exit code is 2 for both.
+
+    `main` makes it for one run, and reads it after pytest has returned.
+    """
 
     interrupted = False
     broken = False
@@ -175,7 +178,7 @@ class _Ending:
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self.broken = excinfo.type is not KeyboardInterrupt
-        # pytest's own Interrupted, a subclass of KeyboardInterrupt, ends its collection.
+        # pytest's own Interrupted, a KeyboardInterrupt, comes here, too: _pytest/main.py, wrap_session, pytest 9.2.
         self.interrupted = excinfo.type is KeyboardInterrupt
 
 

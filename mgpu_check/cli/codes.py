@@ -20,6 +20,8 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that exits with `WRONG_USAGE` on an error, says which value a bare option needs, and refuses
     empty words and files.
 
+    Both methods are private in argparse (Lib/argparse.py, Python 3.11), which has no public place for such messages.
+
     argparse exits with 2, and says "expected one argument". An empty value is most often that of a variable of the
     shell that is not set, and as a path it would be the current directory.
     """

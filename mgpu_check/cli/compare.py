@@ -31,7 +31,7 @@ from mgpu_check.cli.run_options import (
 from mgpu_check.compare import comparison
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.page import write_page
-from mgpu_check.compare.processes import accepted, fitted
+from mgpu_check.compare.processes import fitted
 from mgpu_check.compare.trace import TraceError
 from mgpu_check.compare.traces.files import VALUES_OF_COMPARISON, RecordedRun, installed, is_run, read_run, write_run
 from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, UndividedRun, checked_out, record
@@ -78,7 +78,7 @@ def _judge(
     return _written(options, done, reference.name)
 
 
-def _written(options: argparse.Namespace, done: ScriptComparison, reference: str) -> int:
+def _written(options: argparse.Namespace, done: ScriptComparison, reference: str = "one device") -> int:
     if options.html:
         write_page(options.html, done, reference)
     return conclude(done, json=options.json)
@@ -109,8 +109,8 @@ def _recordings(
     try:
         if options.against:
             revision = undo.enter_context(checked_out(options.against))
-            made, root = ScriptComparison(revision.plan(plan)), str(revision.root)
-            reference = RunRecording(revision.name, made, values, root=root, foreign=revision.own)
+            comparison_of_commit, root = ScriptComparison(revision.plan(plan)), str(revision.root)
+            reference = RunRecording(revision.name, comparison_of_commit, values, root=root, foreign=revision.own)
             candidate = RunRecording("the working tree", ScriptComparison(plan), values, rounding=False)
             return reference, candidate, revision.notes
         reference = RunRecording("--a", ScriptComparison(_with(plan, "--a", options.a)), values)
@@ -121,7 +121,6 @@ def _recordings(
 
 
 def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
-    """Return the plan with additional arguments of the script."""
     try:
         command = [*plan.command, *shlex.split(words)]
         fitted(command, plan.world)
@@ -220,10 +219,11 @@ _LIMIT = 10
 
 
 def _accepted(text: str) -> tuple[str, str]:
-    try:
-        return accepted(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    pattern, _, reason = (piece.strip() for piece in text.partition("="))
+    if not pattern or not reason:
+        message = f"{text!r} lacks a pattern or a reason; give PATTERN=reason, as in 'head.*=frozen after step 1'"
+        raise argparse.ArgumentTypeError(message)
+    return pattern, reason
 
 
 def _page(text: str) -> Path:
@@ -312,7 +312,4 @@ def _compare(options: argparse.Namespace, plan: ComparisonPlan) -> int:
     print(f"mgpu-check compare: {plan.shown}: one device, and {options.gpus} ranks{plan.note}", flush=True)
     plan = replace(plan, limit=_LIMIT if options.steps is None else None)
     with interruptible():
-        done = comparison.compare(plan, tell)
-    if options.html:
-        write_page(options.html, done)
-    return conclude(done, json=options.json)
+        return _written(options, comparison.compare(plan, tell))

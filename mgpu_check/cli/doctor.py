@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import errno
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -75,9 +76,9 @@ def of_host() -> HostFacts:
     """Read the facts about this host. Does not import torch."""
     host = socket.gethostname()
     return HostFacts(
-        versions={name: _version(name) for name in PACKAGES},
+        versions={name: _known(partial(version, name), PackageNotFoundError) for name in PACKAGES},
         python=platform.python_version(),
-        plugin=any(it.value.startswith("mgpu_check.") for it in importlib.metadata.entry_points(group="pytest11")),
+        plugin=any(it.value.startswith("mgpu_check.") for it in entry_points(group="pytest11")),
         cores=len(os.sched_getaffinity(0)),
         memory=available_memory(),
         shared_memory=_free(Path("/dev/shm")),
@@ -85,7 +86,7 @@ def of_host() -> HostFacts:
         open_files=_limit(resource.RLIMIT_NOFILE),
         processes=min(filter(None, (_limit(resource.RLIMIT_NPROC), limit_of_group("pids.max"))), default=None),
         host=host,
-        address=_address(host),
+        address=_known(lambda: str(socket.getaddrinfo(host, None)[0][4][0])),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         port=_taken(os.environ.get("MASTER_PORT", "")),
         environment=dict(os.environ),
@@ -100,15 +101,17 @@ def of_devices() -> GpuFacts:
     count = len(inventory.devices)
     pairs = [(source, target) for source in range(count) for target in range(count) if source != target]
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
+    nccl_version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
+    driver = version_of_driver(_known(lambda: Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")))
     separate = tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
-    return GpuFacts(inventory, version, torch.version.cuda or torch.version.hip or "", _driver(), separate)
+    return GpuFacts(inventory, nccl_version, torch.version.cuda or torch.version.hip or "", driver, separate)
 
 
-def _version(name: str) -> str:
+def _known(read: Callable[[], str], error: type[Exception] = OSError) -> str:
+    """Return what `read` returns; "" if it raises."""
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return read()
+    except error:
         return ""
 
 
@@ -118,15 +121,7 @@ def _limit(limit_type: int) -> int | None:
 
 
 def _free(directory: Path) -> int | None:
-    """Return the free bytes of a directory; None if it cannot be written."""
     return shutil.disk_usage(directory).free if os.access(directory, os.W_OK) else None
-
-
-def _driver() -> str:
-    try:
-        return version_of_driver(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
-    except OSError:
-        return ""
 
 
 def version_of_driver(text: str) -> str:
@@ -145,13 +140,6 @@ def _taken(text: str) -> int | None:
         except OSError as error:
             return port if error.errno == errno.EADDRINUSE else None
     return None
-
-
-def _address(host: str) -> str:
-    try:
-        return str(socket.getaddrinfo(host, None)[0][4][0])
-    except OSError:
-        return ""
 
 
 _GIB, _MIB = 2**30, 2**20
@@ -287,7 +275,7 @@ def _network(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgem
     if not facts.address:
         fact = f"the host name {facts.host!r} has no address, and gloo may not find one"
         yield Judgement("warn", "network", fact, "add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME")
-    for variable in ("GLOO_SOCKET_IFNAME", *["NCCL_SOCKET_IFNAME"] * bool(devices.inventory.devices)):
+    for variable in ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if devices.inventory.devices else [])):
         value = facts.environment.get(variable, "")
         wanted = [name.lstrip("=") for name in value.split(",") if name and not value.startswith("^")]
         # NCCL takes prefixes of names, and a port after a colon.

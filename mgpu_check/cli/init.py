@@ -248,7 +248,6 @@ def survey(root: Path, named: str = "") -> Survey:
 
 
 def _read(path: Path) -> SourceFile | None:
-    """Return the facts of a file, or None if it cannot be parsed."""
     try:
         return facts(path.read_bytes())
     except (SyntaxError, ValueError, OSError, RecursionError):
@@ -271,6 +270,8 @@ def _files(root: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Repository:
+    """The files of a repository: `survey` makes it once they are read, and asks it for scripts."""
+
     root: Path
     files: Mapping[Path, SourceFile]
     modules: Mapping[str, Path]
@@ -288,9 +289,9 @@ class _Repository:
         matches: list[Path] = []
         installed = [path for path, program in self.programs.items() if program == name]
         if name.startswith("-m "):
-            names = (name[3:], f"{name[3:]}.__main__")
-            matches = [path for module in names if (path := self.modules.get(module))]
-            installed = [path for module in names if (path := self.modules.get(f"src.{module}"))]
+            spellings = (name[3:], f"{name[3:]}.__main__")
+            matches = [path for module in spellings if (path := self.modules.get(module))]
+            installed = [path for module in spellings if (path := self.modules.get(f"src.{module}"))]
         for path in [*matches, *installed]:
             return replace(self.entry(path), started=name, needs="" if matches else _top(path))
         path = Path(os.path.relpath(self.root / name, self.root))
@@ -494,7 +495,7 @@ def main(argv: Sequence[str]) -> int:
             f"do: name it, mgpu-check init -- train.py --args; or test a step or a loader: {_HOW_TO}/gate.md"
         )
         return UNDECIDED
-    unknown = ""
+    unknown = None
     if entry.parses and not entry.options and not entry.hydra:
         options, unknown = learned(entry.started, arguments)
         entry = replace(entry, options=options)
@@ -531,7 +532,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _ComparisonWatch:
-    """A plugin that sees whether the test compared the script."""
+    """A plugin that `main` gives to the run of the new test, and then asks whether the test compared the script."""
 
     passed = False
     compared = False
@@ -612,7 +613,7 @@ def _fitting(row: _Fit, options: Sequence[ScriptArgument]) -> ScriptArgument | N
     return min(filter(row.fits, options), key=lambda option: len(option.name), default=None)
 
 
-def _tell(entry: TrainingScript, surveyed: Survey, assumed: Sequence[str], unknown: str) -> None:
+def _tell(entry: TrainingScript, surveyed: Survey, assumed: Sequence[str], unknown: str | None) -> None:
     print(f"script: {entry.path}, which uses {', '.join(entry.parallel) or 'one device, as far as its source shows'}")
     if not entry.parallel:
         print("  the test fails until ranks share the work, as with DistributedDataParallel")
@@ -635,22 +636,17 @@ def _tell(entry: TrainingScript, surveyed: Survey, assumed: Sequence[str], unkno
 
 
 def _installed(package: str) -> bool:
-    """Return whether a script can import a package."""
-    kept = sys.path[:]  # starts with the current directory under `python -m mgpu_check`
-    sys.path[:] = kept[kept[0] in ("", str(Path.cwd())) :]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        # The path starts with the current directory under `python -m mgpu_check`.
+        patch.setattr(sys, "path", sys.path[sys.path[0] in ("", str(Path.cwd())) :])
         return package.isidentifier() and importlib.util.find_spec(package) is not None
-    finally:
-        sys.path[:] = kept
 
 
 def _documented(entry: TrainingScript) -> Command | None:
-    """Return the first command of the repository's pages that gives the script arguments."""
     return next((command for command in entry.documented if command.arguments), None)
 
 
 def _example(entry: TrainingScript) -> str:
-    """Return arguments that a user may give."""
     if command := _documented(entry):
         return command.arguments
     words = [(option.name, option.variable.upper()) for option in entry.required]
@@ -658,7 +654,6 @@ def _example(entry: TrainingScript) -> str:
 
 
 def _missing(entry: TrainingScript, user_arguments: Sequence[str]) -> list[str]:
-    """Return the names of the arguments that the script needs, and that were not given."""
     positional = sum(not word.startswith("-") for word in user_arguments)
     flags = [option for option in entry.required if option.name.startswith("-")]
     missing = [option.name for option in flags if not option.is_in(user_arguments)]
@@ -687,12 +682,10 @@ def test_{name}(ranks):
 
 
 def _digest(text: str) -> str:
-    """Return a digest of a test, apart from the digest that it has."""
     return hashlib.sha256(_DIGEST.sub("", text, count=1).encode()).hexdigest()[:8]
 
 
 def _unchanged(path: Path) -> bool:
-    """Return whether a file is as `mgpu-check init` wrote it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (ValueError, OSError):

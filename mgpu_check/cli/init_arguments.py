@@ -115,8 +115,8 @@ def facts(source: bytes) -> SourceFile:
     if "exec" in source_file.calls:  # sets module variables from the command line, as nanoGPT's configurator
         assigned = (node for node in tree.body if isinstance(node, ast.Assign))
         plain = (node for node in assigned if isinstance(node.value, (ast.Constant, ast.BinOp)))
-        names = (name for node in plain for name in node.targets if isinstance(name, ast.Name))
-        source_file.variables += [ScriptArgument(f"--{name.id}") for name in names]
+        targets = (name for node in plain for name in node.targets if isinstance(name, ast.Name))
+        source_file.variables += [ScriptArgument(f"--{name.id}") for name in targets]
     return source_file
 
 
@@ -156,10 +156,10 @@ _FILE = "_MGPU_CHECK_ARGUMENTS"
 _TIMEOUT = 60.0  # seconds: imports from a cold disk take long
 
 
-def learned(started: str, arguments: Sequence[str]) -> tuple[tuple[ScriptArgument, ...], str]:
+def learned(started: str, arguments: Sequence[str]) -> tuple[tuple[ScriptArgument, ...], str | None]:
     """Run a script up to its first parser: "train.py", "-m package.train" or an installed program.
 
-    Return the arguments that its parser takes; and why they are unknown, or "".
+    Return the arguments that its parser takes; and why they are unknown, or None.
     """
     words = shlex.split(started) if started.startswith("-m ") else [started]
     launched = {name: text.format(rank=0, world=1) for name, text in VARIABLES["torchrun"].items()}
@@ -177,7 +177,7 @@ def learned(started: str, arguments: Sequence[str]) -> tuple[tuple[ScriptArgumen
             return (), f"it did not parse them within {_TIMEOUT:g} s"
         if file.exists():
             options = tuple(ScriptArgument(**argument) for argument in json.loads(file.read_text(encoding="utf-8")))
-            return options, "" if options else "no parser ran before it ended or began to train"
+            return options, None if options else "no parser ran before it ended or began to train"
         last = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return (), f"it ended before it parsed them: {''.join(last) or f'exit code {ran.returncode}'}"
 

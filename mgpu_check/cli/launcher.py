@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from mgpu_check.engine.remote.credentials import Key
 
 
-_NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
-
-
 def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
     """Run this process's part of a command, and return the exit code.
 
@@ -60,7 +57,6 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
 
 
 def _key(settings: Settings) -> Key | None:
-    """Return the key of this user; None if the network is trusted."""
     from mgpu_check.engine.remote.credentials import Key, default_path, secret_in
 
     if settings.trust_network:
@@ -79,6 +75,8 @@ class _Found(BaseException):
 
 
 class _LaunchQuestion:
+    """A pytest plugin that `settings_of` makes for one call of pytest; its only hook ends the call by `_Found`."""
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> None:
         options = early_config.known_args_namespace
@@ -112,14 +110,7 @@ def settings_of(arguments: Sequence[str]) -> Settings:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Disable all warnings, and third-party plugins of pytest, whose import may have side effects."""
-    before = os.environ.get(_NO_PLUGINS)
-    os.environ[_NO_PLUGINS] = "1"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if before is None:
-            del os.environ[_NO_PLUGINS]
-        else:
-            os.environ[_NO_PLUGINS] = before
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        warnings.simplefilter("ignore")
+        yield

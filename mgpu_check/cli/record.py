@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
         if options.out is None:
             parser.error("--out is missing: give the trace to write, as in --out=a.trace")
         count = counted(options, command, [options.gpus], parser)
-        values = options.values if options.values is not None else _VALUES * installed()
+        default = _VALUES if installed() else 0
+        values = options.values if options.values is not None else default
         plan = plan_of(options, program, command, count)
         print(f"mgpu-check record: {plan.shown}: {options.gpus} rank{'s' * (options.gpus > 1)}{plan.note}", flush=True)
         if options.values is None and not values:

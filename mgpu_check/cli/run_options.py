@@ -18,7 +18,7 @@ from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, number
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.processes import fitted
-from mgpu_check.processes.environments import FLOAT32
+from mgpu_check.processes.environments import FLOAT32, simulating
 
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
 
@@ -181,9 +181,8 @@ def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> l
 
 
 def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return two environments: for the run on one device, and for the ranks."""
     if backing is not None:
-        return simulate.environment(1, backing), simulate.environment(gpus, backing)
+        return simulating(os.environ, 1, backing), simulating(os.environ, gpus, backing)
     import torch
 
     several = dict(os.environ)
@@ -200,7 +199,8 @@ def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
     """
     import torch
 
-    count = torch.cuda.device_count()  # creates no CUDA context, which would occupy memory of the first device
+    # It asks NVML, and creates no CUDA context, which would occupy memory (torch/cuda/__init__.py, device_count, 2.13).
+    count = torch.cuda.device_count()
     if 0 < count < gpus:
         parser.error(
             f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or "

@@ -23,6 +23,7 @@ from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin import private_names
 from mgpu_check.plugin.serialization import Planting
 from mgpu_check.plugin.session import FirstFailure
+from mgpu_check.plugin.stash import FAILED, SESSION
 from mgpu_check.processes.heap import importing
 from mgpu_check.settings import activate, active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
@@ -35,7 +36,10 @@ _OF_SEEDS = 19, 20  # a check must catch each of its faults on at least 19 of 20
 
 @dataclass
 class PropertyMatrix:
-    """The faults and checks of one property, and the outcomes of each pair that was tried."""
+    """The faults and checks of one property, and the outcomes of each pair that was tried.
+
+    A `Selftest` makes one for each property, fills it while pytest collects and runs, and prints it at the end.
+    """
 
     name: str
     faults: Sequence[Fault]
@@ -124,10 +128,10 @@ class PropertyMatrix:
 
 
 def of_properties(
-    property_names: Sequence[str], faults: Mapping[str, Fault], chosen: set[str], *, all_pairs: bool = False
+    faults: Mapping[str, Fault], chosen: set[str], *, all_pairs: bool = False
 ) -> dict[str, PropertyMatrix]:
     matrices = {}
-    for name in property_names:
+    for name in PROPERTIES:
         all_of_it = [fault for fault in faults.values() if fault.property == name]
         selected = [fault for fault in all_of_it if fault.name in chosen]
         matrices[name] = PropertyMatrix(name, selected, complete=len(selected) == len(all_of_it), all_pairs=all_pairs)
@@ -200,6 +204,8 @@ class _Try:
 class Selftest:
     """A pytest plugin that runs each check without a fault, and with each fault that it must catch.
 
+    `main` makes it and gives it to one run of pytest, whose hooks fill its matrices; `print_verdict` ends it.
+
     Without a fault, a check draws the number of examples of the level "quick". With a fault, it draws the number of the
     run's level, until the first example that fails.
 
@@ -215,18 +221,13 @@ class Selftest:
     ) -> None:
         self.faults = faults
         self.chosen = {name for name in faults if not quick or zlib.crc32(name.encode()) % _SHARE == 0}
-        self.quick = quick
-        self.all_pairs = all_pairs
-        self.seeds = seeds
-        self.collects_only = False
-        self.matrices = of_properties(PROPERTIES, faults, self.chosen, all_pairs=all_pairs)
+        self.quick, self.all_pairs, self.seeds, self.collects_only = quick, all_pairs, seeds, False
+        self.matrices = of_properties(faults, self.chosen, all_pairs=all_pairs)
         self.out_of_reach: list[Fault] = []
         self._settings: dict[Any, Any] = {}
 
     @pytest.hookimpl(trylast=True)  # after the plugin, which makes the session
     def pytest_configure(self, config: pytest.Config) -> None:
-        from mgpu_check.plugin.stash import SESSION
-
         config.stash[SESSION].preload += FAULTS
         self.collects_only = config.getoption("collectonly")
         refuse_workers(config, "mgpu-check selftest: the command plants faults in one process, and cannot use several")
@@ -254,7 +255,7 @@ class Selftest:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         foreign = [item for item in items if Path(mgpu_check.suite.__path__[0]) not in item.path.parents]
         if foreign:
-            items.clear()  # because hooks after the error still process them
+            items.clear()  # pytest_collection_finish still gets them: _pytest/main.py, perform_collect, pytest 9.2
             raise pytest.UsageError(
                 f"mgpu-check selftest: {foreign[0].path.name}::{foreign[0].name} is not a check of the packaged "
                 f"suite, and no fault is planted for it: give options only, or one of {', '.join(files())}"
@@ -278,8 +279,6 @@ class Selftest:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        from mgpu_check.plugin.stash import SESSION
-
         tried = _try_of(item)
         assert tried is not None
         session = item.config.stash[SESSION]
@@ -295,16 +294,15 @@ class Selftest:
             activate(dataclasses.replace(active(), gpu_level="quick"))
 
     def _draw(self, item: pytest.Item, tried: _Try) -> None:
-        """Set the number of examples and the seed of a check for this try."""
         from hypothesis import Phase, settings
 
-        from mgpu_check.suite.common import examples
+        from mgpu_check.oracles.strategies import at_level
 
         function: Any = getattr(item, "function", None)
         own_settings = self._settings.setdefault(function, getattr(function, private_names.SETTINGS, None))
         if own_settings is None:
             return
-        few = examples.at_level(own_settings, "quick") if tried.fault is None else own_settings
+        few = at_level(own_settings, "quick") if tried.fault is None else own_settings
         setattr(function, private_names.SETTINGS, settings(few, phases=(Phase.explicit, Phase.generate)))
         setattr(function, private_names.SEED, tried.seed)
 
@@ -335,8 +333,6 @@ class Selftest:
             report.sections.clear()
             report.user_properties.append((_CELL, outcome))
             if report.when == "call" and isinstance(call.excinfo.value, FirstFailure):
-                from mgpu_check.plugin.stash import FAILED
-
                 item.stash[FAILED] = False  # the ranks can be reused, unless they are broken
         elif report.when == "call":
             outcome = PASSED

@@ -25,8 +25,6 @@ _USAGE = (
     "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|PROGRAM [args...]\n"
     "       mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] -m module [args...]"
 )
-
-
 _NOT_SIMULATED = (
     "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A "
     "Python is not simulated if it runs with -I, -E or -S, without the environment of its parent, or on another host"
@@ -60,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
 def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add ``--simulate[=DEVICE]``, with the syntax of the pytest option: without a device it means the CPU."""
     text = "simulate the GPUs in software, on the CPU (default) or on a real GPU; proves code, never hardware"
-    kind: dict[str, Any] = {"type": backing_device, "nargs": "?", "const": "cpu", "metavar": "DEVICE"}
-    parser.add_argument("--simulate", default=default, help=text, **kind)
+    options: dict[str, Any] = {"type": backing_device, "nargs": "?", "const": "cpu", "metavar": "DEVICE"}
+    parser.add_argument("--simulate", default=default, help=text, **options)
 
 
 def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -121,11 +119,6 @@ def _runs_by_itself(path: Path) -> bool:
     return head.startswith(b"\x7fELF") or (head.startswith(b"#!") and b"python" not in head)
 
 
-def environment(gpus: int, backing: str) -> dict[str, str]:
-    """Return this environment plus the variables that make a child Python simulate ``gpus`` GPUs on ``backing``."""
-    return simulating(os.environ, gpus, backing)
-
-
 def main(argv: list[str]) -> int:
     """Run the program of ``argv``, and return its exit code (128 + N if signal N ended it); 4 on wrong usage."""
     parser = _parser()
@@ -136,7 +129,7 @@ def main(argv: list[str]) -> int:
     notice = f"mgpu-check: SIMULATED node, {options.gpus} GPUs on {options.simulate}; this says nothing about hardware"
     print(notice, file=sys.stderr)
     with tempfile.TemporaryFile() as entered:
-        variables = environment(options.gpus, options.simulate)
+        variables = simulating(os.environ, options.gpus, options.simulate)
         # A path, because processes that inherit no file descriptors, such as those of mpiexec, must reach the file.
         variables["_MGPU_CHECK_ENTERED"] = f"/proc/{os.getpid()}/fd/{entered.fileno()}"
         try:

@@ -127,9 +127,11 @@ for _option in all_options().values():
 _SWITCHES = {option.flag for option in all_options().values() if "metavar" not in option.command_line}
 
 
-def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None, own_switches: Collection[str] = ()) -> str:
+def misuse(
+    arguments: Sequence[str], own: Mapping[str, str] | None = None, own_switches: Collection[str] = ()
+) -> str | None:
     """Return an error message if an option lacks its value, has an empty or needless one, or if ``--simulate`` lacks
-    the number of GPUs; otherwise "".
+    the number of GPUs; otherwise None.
 
     An empty value is most often that of a variable of the shell that is not set: to ignore it would run another test
     than the one that was asked for.
@@ -143,14 +145,14 @@ def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None, own_s
         flag, equals, value = argument.partition("=")
         if flag in asking and not equals and following.startswith("-"):
             return f"{flag} needs a value{asking[flag]}"
-        if flag in asking and not (value if equals else following) and flag != "-k":  # pytest reads -k '' as no -k
+        if flag in asking and not (value if equals else following) and flag != "-k":  # pytest takes -k '' for no -k
             return f"{flag} has an empty value; give one{asking[flag].removeprefix(',')}, or leave the option out"
         if (flag in _SWITCHES or flag in own_switches) and equals:
             return f"{flag} takes no value, and has {value!r}; give {flag} alone"
     simulated = any(argument.partition("=")[0] == "--simulate" for argument in arguments)
     if simulated and not asks_for_gpus(arguments) and launched_process.driver() is None:
         return "--simulate needs the number of GPUs, such as --gpus=4 --simulate"
-    return ""
+    return None
 
 
 def refuse_workers(config: pytest.Config, reason: str) -> None:
@@ -190,7 +192,8 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
     if chosen == list(arguments):
         ours += ["--pyargs", package.__name__]
     scratch = Scratch.new("suite")
-    # Hypothesis stores tables there even without an example database. xdist's workers inherit the variable.
+    # Hypothesis stores tables there even without an example database (hypothesis/configuration.py, 6.170). Workers of
+    # xdist inherit the variable.
     kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
     try:
         return int(pytest.main([*ours, *chosen], plugins=[_SuitePlugin(package, preload), *plugins]))
@@ -203,6 +206,7 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
 class _SuitePlugin:
     """A pytest plugin for the process of a command. Rejects arguments that name no test file, with a clearer message
     than pytest's. Starts the fork server of a simulated node before the collection, so that both run side by side.
+    `run` makes it for one run of pytest.
 
     Args:
         package: the package of tests.
@@ -210,8 +214,7 @@ class _SuitePlugin:
     """
 
     def __init__(self, package: ModuleType, preload: Sequence[str]) -> None:
-        self.package = package
-        self.preload = preload
+        self.package, self.preload = package, preload
 
     @pytest.hookimpl(trylast=True)  # after the plugin, which makes the session
     def pytest_configure(self, config: pytest.Config) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from mgpu_check.compare.trace import (
     OutputSummary,
@@ -34,11 +34,9 @@ FIELDS = {"before": "before", "gradient": "gradients", "parameter": "parameters"
 class Deviation:
     """The deviation of a tensor from the expected one."""
 
-    # the largest deviation of a number of the summary, relative to the tensor (see `TensorSummary.entries`)
-    size: float
+    size: float  # the largest deviation of a number, relative to the tensor (see `TensorSummary.entries`)
     number: str = ""  # name of the number: "norm", "sum of elements 0 to 9", "element [3, 1]"
-    # got, expected: its two values
-    got: float = 0.0
+    got: float = 0.0  # its two values
     expected: float = 0.0
 
     def __str__(self) -> str:
@@ -85,7 +83,6 @@ def output_deviation(got: OutputSummary, expected: OutputSummary | None) -> Devi
 
 
 def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:
-    """Return the name of each entry of a summary, and whether the entry is an element."""
     count = math.prod(shape)
     labels, start = [("norm", False)], 0
     for size in chunk_sizes(count):
@@ -110,7 +107,7 @@ def of_quantity(step: Step, quantity: Quantity) -> dict[str, TensorSummary | Non
 class Samples:
     """The samples that one device and each rank have seen at a step, as multisets of digests."""
 
-    one: Counter[int]
+    reference: Counter[int]
     ranks: tuple[Counter[int], ...]
     divided: bool = False  # ranks hold parts of the model, so several ranks may correctly see the same samples
     staged: bool = False  # the inputs of some ranks are outputs of other ranks
@@ -132,9 +129,9 @@ class Samples:
         The first of several stages may be called with parts of the batch, and only the first part is recorded. Then
         the samples are known only if they equal the samples of one device.
         """
-        if self.staged or (self.divided and not self.together - self.one):
-            return bool(self.one) and self.same
-        return bool(self.one) and any(self.ranks)
+        if self.staged or (self.divided and not self.together - self.reference):
+            return bool(self.reference) and self.same
+        return bool(self.reference) and any(self.ranks)
 
     @property
     def hidden(self) -> bool:
@@ -143,12 +140,12 @@ class Samples:
 
     @property
     def same(self) -> bool:
-        return self.together == self.one
+        return self.together == self.reference
 
     @property
     def common(self) -> int:
         """Number of samples of one device that the ranks have also seen."""
-        return (self.together & self.one).total()
+        return (self.together & self.reference).total()
 
     @property
     def repeated_on_each_rank(self) -> bool:
@@ -200,38 +197,52 @@ def _with_common_samples(steps: Sequence[Step]) -> Sequence[Step]:
     ]
 
 
-@dataclass
-class Aligned:
-    """The run on one device and the run on several ranks. Steps are counted from 0 here, and from 1 in reports."""
+@dataclass(kw_only=True)
+class PlacedParts:
+    """The parts of the model that ranks hold, as `assembled` has placed them."""
 
-    one: Trace  # the trace of the run on one device
+    divided: bool = False  # ranks hold parts of the model
+    reasons: Mapping[str, str] = field(default_factory=dict)  # parameter -> why it could not be placed or assembled
+    # sliced parameter -> the ranks that hold each of its `positions`
+    holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
+    # sliced parameter -> rank -> a key, equal for the same elements
+    shard_keys: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
+    # state of an optimizer -> the parts of a parameter that ranks compute their own values of it from, in words
+    partial: Mapping[str, str] = field(default_factory=dict)
+
+    def placed(self) -> dict[str, Any]:
+        """Return these fields by name, for another object that has them."""
+        return {own.name: getattr(self, own.name) for own in fields(PlacedParts)}
+
+
+@dataclass
+class Aligned(PlacedParts):
+    """The run on one device and the run on several ranks. Steps are counted from 0 here, and from 1 in reports.
+
+    A comparison makes it from finished runs, again when the ranks have found their slices, and once more for a replay.
+    The verdict, the diagnosis and the reports read it.
+    """
+
+    reference: Trace  # the trace of the run on one device
     ranks: list[Trace]  # the traces of the ranks, in order; one trace for a single process with several devices
     world: int = 0  # number of ranks, or of devices of the single process
-    # divided, reasons, placements, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`
-    divided: bool = False
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    placements: Mapping[str, str] = field(default_factory=dict)
-    holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
-    parts: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
-    partial: Mapping[str, str] = field(default_factory=dict)
     replayed: bool = False  # one device was given the samples and random numbers of the ranks
     names: list[str] = field(init=False)  # parameters in both runs, in the order of the model
-    # states of optimizers and buffers in both runs, in the same order, without buffers that never change
-    states: list[str] = field(init=False)
+    states: list[str] = field(init=False)  # states and buffers in both runs, without buffers that never change
     missing: list[str] = field(init=False)  # parameters that only one device trains
     extra: list[str] = field(init=False)  # parameters that only ranks train
 
     def __post_init__(self) -> None:
         self.world = self.world or len(self.ranks)
-        self.one, *self.ranks = with_common_samples([self.one, *self.ranks])
+        self.reference, *self.ranks = with_common_samples([self.reference, *self.ranks])
         trained = {name for trace in self.ranks for name in trace.parameters}
-        ordered = sorted(self.one.parameters.values(), key=lambda parameter: parameter.order)
+        ordered = sorted(self.reference.parameters.values(), key=lambda parameter: parameter.order)
         self.names = [p.name for p in ordered if p.name in trained]
         self.missing = [p.name for p in ordered if p.name not in trained]
-        self.extra = sorted(trained - self.one.parameters.keys())
-        states = [entry for trace in (self.one, *self.ranks) for entry in trace.states.items()]
+        self.extra = sorted(trained - self.reference.parameters.keys())
+        states = [entry for trace in (self.reference, *self.ranks) for entry in trace.states.items()]
         changing = {name for name, state in states if not state.constant}
-        kept = sorted(self.one.states.values(), key=lambda state: (state.order, state.key))
+        kept = sorted(self.reference.states.values(), key=lambda state: (state.order, state.key))
         kept_states = {name for trace in self.ranks for name in trace.states}
         self.states = [state.name for state in kept if state.name in kept_states & changing]
 
@@ -244,26 +255,26 @@ class Aligned:
     @property
     def steps(self) -> int:
         """Number of steps that one device and all ranks have made."""
-        return min(len(trace.steps) for trace in (self.one, *self.ranks))
+        return min(len(trace.steps) for trace in (self.reference, *self.ranks))
 
     @property
     def compared(self) -> int:
         """Number of these steps before the first non-finite value on one device: later values cannot be compared."""
-        return min(self.steps, self.one.finite_steps)
+        return min(self.steps, self.reference.finite_steps)
 
     def parameter(self, name: str) -> Parameter:
         """Return the parameter, state or buffer of one device with this name."""
-        return self.one.parameters.get(name) or self.one.states[name]
+        return self.reference.parameters.get(name) or self.reference.states[name]
 
     def named(self, quantity: Quantity) -> list[str]:
         """Return the names of the tensors of one quantity that both runs have."""
         return self.states if quantity == "state" else self.names
 
-    def found(
+    def values_of(
         self, step: int, quantity: Quantity, name: str
     ) -> tuple[TensorSummary | None, dict[int, TensorSummary | None]]:
         """Return a tensor of a step on one device, and by rank on each rank that has it with the same shape."""
-        expected = of_quantity(self.one.steps[step], quantity).get(name)
+        expected = of_quantity(self.reference.steps[step], quantity).get(name)
         shape = self.parameter(name).shape
         by_rank = {}
         for trace in self.ranks:
@@ -273,19 +284,19 @@ class Aligned:
         return expected, by_rank
 
     @property
-    def held(self) -> list[str]:
+    def whole_parameters(self) -> list[str]:
         """The parameters that are whole at some step both on one device and on some rank."""
 
         def is_held(name: str) -> bool:
-            found = (self.found(step, "parameter", name) for step in range(self.steps))
-            return any(expected is not None and any(by_rank.values()) for expected, by_rank in found)
+            values = (self.values_of(step, "parameter", name) for step in range(self.steps))
+            return any(expected is not None and any(by_rank.values()) for expected, by_rank in values)
 
         return [name for name in self.names if is_held(name)]
 
     def samples(self, step: int) -> Samples:
         """Return the rows of the model's inputs, or the columns if only columns equal those of one device."""
         steps = [trace.steps[step] for trace in self.ranks]
-        reference = self.one.steps[step]
+        reference = self.reference.steps[step]
         rows = self._samples(reference.seen, [step_on_rank.seen for step_on_rank in steps])
         if rows.same:
             return rows
@@ -313,9 +324,9 @@ class Aligned:
         rank_losses = [trace.steps[step].loss for trace in self.ranks]
         finite_losses = [loss for loss in rank_losses if loss is not None]
         if len(finite_losses) < len(rank_losses):
-            return self.one.steps[step].loss, None, rank_losses
+            return self.reference.steps[step].loss, None, rank_losses
         weights = self.samples(step).counts
         if not all(weights):
             weights = [1] * len(finite_losses)
         mean = math.fsum(w * loss for w, loss in zip(weights, finite_losses, strict=True)) / sum(weights)
-        return self.one.steps[step].loss, mean, rank_losses
+        return self.reference.steps[step].loss, mean, rank_losses

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mgpu_check.compare.alignment import FIELDS, QUANTITIES, Quantity, deviation, of_quantity
+from mgpu_check.compare.alignment import FIELDS, QUANTITIES, PlacedParts, Quantity, deviation, of_quantity
 from mgpu_check.compare.trace import (
     HeldSlice,
     Parameter,
@@ -216,8 +216,8 @@ def together(slices: _Values, expected: TensorSummary | None) -> TensorSummary |
         values, shares = [value for _, value in own], [held_slice.share for held_slice, _ in own]
         # Equal parts of a statistic are the mean themselves.
         pieces.append(mean_of(values, shares) if _is_mean(own) else values[0])
-    whole = joined(pieces)
-    return replace(whole, norm=expected.norm) if math.isnan(whole.norm) and expected is not None else whole
+    tensor = joined(pieces)
+    return replace(tensor, norm=expected.norm) if math.isnan(tensor.norm) and expected is not None else tensor
 
 
 def is_partial(slices: _Values) -> bool:
@@ -225,13 +225,13 @@ def is_partial(slices: _Values) -> bool:
     return any(_is_mean(own) for own in _by_place(slices))
 
 
-def why_not_together(slices: _Values, expected: TensorSummary | None, shape: Sequence[int]) -> str:
-    """Return why parts of a statistic are not the statistic of one device; "" if they are."""
+def why_not_together(slices: _Values, expected: TensorSummary | None, shape: Sequence[int]) -> str | None:
+    """Return why parts of a statistic are not the statistic of one device; None if they are."""
     coverage = "; ".join(dict.fromkeys(held_slice.covers for held_slice, _ in slices))
     if any(abs(math.fsum(held_slice.share for held_slice, _ in own) - 1) > _SHARE for own in _by_place(slices)):
         return f"the slices that it is computed from do not cover the parameter once: {coverage}"
     if expected is None or deviation(together(slices, expected), expected, shape).size <= _NEAR:
-        return ""
+        return None
     return f"each rank may keep a statistic of its own slice ({coverage}), and their mean is not that of one device"
 
 
@@ -261,23 +261,16 @@ def mean_of(values: Sequence[TensorSummary], shares: Sequence[float]) -> TensorS
     return TensorSummary(0, math.nan if all(value.finite for value in values) else math.inf, sums, samples)
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """Traces of ranks as if each rank held whole tensors with the names of one device."""
+@dataclass
+class Assembly(PlacedParts):
+    """Traces of ranks as if each rank held whole tensors with the names of one device.
+
+    `assembled` makes it from the traces of a finished run; an `Aligned` takes over its fields.
+    """
 
     ranks: list[Trace]
-    divided: bool  # ranks hold parts of the model
-    reasons: Mapping[str, str]  # parameter -> why it could not be placed or assembled
-    placements: Mapping[str, str]  # parameter -> the slices that ranks hold, in words
-    # sliced parameter -> for each element of `positions`, the ranks that hold it
-    holders: Mapping[str, list[tuple[int, ...]]]
-    # sliced parameter -> rank -> a key of its elements: ranks with the same elements have equal keys
-    parts: Mapping[str, Mapping[int, object]]
-    # a rank may hold a slice that is not placed yet, of a parameter or buffer. Its values may show the place.
-    open: bool
+    may_hold_slices: bool  # a rank may hold a slice that is not placed yet. Its values may show the place.
     same_elsewhere: bool  # a rank holds values that occur in several places. Distinct values may show the place.
-    # state of an optimizer -> the parts of a parameter that ranks compute their own values of it from, in words
-    partial: Mapping[str, str]
 
 
 @dataclass
@@ -333,8 +326,8 @@ def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
             local = ranks[index].entry(next(piece.label for piece in slices if piece.rank == index))
             if local is not None:
                 _put(reference, name, local, traces[index])
-    names = [{**own, **pieces_on_rank} for own, pieces_on_rank in zip(matches, pieces_of, strict=True)]
-    modules = [modules_of(reference, new, own) for new, own in zip(traces, names, strict=True)]
+    new_names = [{**own, **pieces_on_rank} for own, pieces_on_rank in zip(matches, pieces_of, strict=True)]
+    modules = [modules_of(reference, new, own) for new, own in zip(traces, new_names, strict=True)]
     for new, module_names in zip(traces, modules, strict=True):
         new.modules = {module_names[label]: dtype for label, dtype in new.modules.items() if label in module_names}
     users = _users(traces, ranks, matches)
@@ -354,19 +347,18 @@ def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
     )
     return Assembly(
         traces,
-        divided or any(parameter.sharded for trace in ranks for parameter in trace.parameters.values()),
-        reasons,
-        {name: _told((piece.held.told, ranks[piece.rank].rank) for piece in own) for name, own in pieces.items()},
-        {name: _holders(reference, name, slices, ranks) for name, slices in complete.items()},
-        {name: _parts(slices, ranks) for name, slices in complete.items()},
         unmatched,
         any(
             entry.same_elsewhere and (entry.held is not None or own.get(label) in reasons)
             for trace, own in zip(ranks, matches, strict=True)
             for label, entry in (*trace.parameters.items(), *trace.states.items())
         ),
-        {
-            name: _told((piece.held.covers, ranks[piece.rank].rank) for piece in own)
+        divided=divided or any(parameter.sharded for trace in ranks for parameter in trace.parameters.values()),
+        reasons=reasons,
+        holders={name: _holders(reference, name, slices, ranks) for name, slices in complete.items()},
+        shard_keys={name: _shard_keys(slices, ranks) for name, slices in complete.items()},
+        partial={
+            name: _by_ranks((piece.held.covers, ranks[piece.rank].rank) for piece in own)
             for name, own in pieces.items()
             if any(piece.held.covers for piece in own) and is_partial(_first(own, ranks)[1])
         },
@@ -412,19 +404,17 @@ def _add_states(
 
 
 def _put(reference: Trace, name: str, local: Parameter, trace: Trace) -> None:
-    """Add to a rank the description of a whole tensor that it holds a slice of."""
-    kind: dict[str, Any] = {"dtype": local.dtype, "device": local.device}
+    own: dict[str, Any] = {"dtype": local.dtype, "device": local.device}
     if name in reference.states:
         constant = isinstance(local, State) and local.constant
-        trace.states[name] = replace(reference.states[name], **kind, constant=constant)
+        trace.states[name] = replace(reference.states[name], **own, constant=constant)
     else:
-        trace.parameters[name] = replace(reference.parameters[name], **kind)
+        trace.parameters[name] = replace(reference.parameters[name], **own)
 
 
 def _complete(
     reference: Trace, pieces: Mapping[str, list[_LabelledSlice]], ranks: Sequence[Trace], reasons: dict[str, str]
 ) -> dict[str, list[_LabelledSlice]]:
-    """Return the slices that can be put together, and record why others cannot."""
     complete: dict[str, list[_LabelledSlice]] = {}
     for name, slices in pieces.items():
         full_tensor = reference.parameters.get(name) or reference.states[name]
@@ -436,27 +426,27 @@ def _complete(
     return complete
 
 
-def _gap(reference: Parameter, slices: _Slices) -> str:
-    """Return why slices do not cover a whole tensor exactly once; "" if they do."""
+def _gap(reference: Parameter, slices: _Slices) -> str | None:
+    """Return why slices do not cover a whole tensor exactly once; None if they do."""
     distinct = {piece.held.key: piece.held for piece in slices}.values()
     count = sum(held_slice.count for held_slice in distinct)
     marks = sum(held_slice.mark for held_slice in distinct) - slices[0].held.all
     if count == reference.count and marks % 2**64 == 0:
-        return ""
+        return None
     description = "; ".join(dict.fromkeys(held_slice.told for held_slice in distinct))
     many = "more than once" if count >= reference.count else f"by {count} of {reference.count} elements"
     return f"the slices of the ranks cover it {many}: {description}"
 
 
-def _apart(slices: _Slices, ranks: Sequence[Trace]) -> str:
-    """Return that ranks hold a slice with different initial values; "" if they do not."""
+def _apart(slices: _Slices, ranks: Sequence[Trace]) -> str | None:
+    """Return that ranks hold a slice with different initial values; None if they do not."""
     starts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for piece in slices:
         before = next((s.before[piece.label] for s in ranks[piece.rank].steps if piece.label in s.before), None)
         if before is not None:
             starts[piece.held.key].add(before.bits)
-    apart = any(len(bits) > 1 for bits in starts.values())
-    return "ranks that hold the same slice of it start with different values" if apart else ""
+    differ = any(len(bits) > 1 for bits in starts.values())
+    return "ranks that hold the same slice of it start with different values" if differ else None
 
 
 def _first(slices: _Slices, ranks: Sequence[Trace]) -> tuple[int, list[_Value]]:
@@ -473,10 +463,10 @@ def _first(slices: _Slices, ranks: Sequence[Trace]) -> tuple[int, list[_Value]]:
     return 0, []
 
 
-def _unlike(name: str, reference: Trace, slices: _Slices, ranks: Sequence[Trace]) -> str:
-    """Return why statistics of slices cannot be put together; "" if they can."""
+def _unlike(name: str, reference: Trace, slices: _Slices, ranks: Sequence[Trace]) -> str | None:
+    """Return why statistics of slices cannot be put together; None if they can."""
     if not any(piece.held.covers for piece in slices):
-        return ""
+        return None
     number, statistics = _first(slices, ranks)
     expected = reference.steps[number].states.get(name) if number < len(reference.steps) else None
     return why_not_together(statistics, expected, reference.states[name].shape)
@@ -561,12 +551,12 @@ def _step(
     return replace(
         step,
         **fields,
-        calls=[(told, {named(k): norm * scale(k) for k, norm in norms.items()}) for told, norms in step.calls],
+        calls=[(call, {named(k): norm * scale(k) for k, norm in norms.items()}) for call, norms in step.calls],
         options={named(label): options for label, options in step.options.items()},
     )
 
 
-def _told(descriptions: Iterable[tuple[str, int]]) -> str:
+def _by_ranks(descriptions: Iterable[tuple[str, int]]) -> str:
     ranks_by_text: dict[str, list[int]] = defaultdict(list)
     for text, rank in descriptions:
         ranks_by_text[text].append(rank)
@@ -585,7 +575,7 @@ def _holders(reference: Trace, name: str, slices: _Slices, ranks: Sequence[Trace
     return [tuple(sorted(owners)) for owners in holders]
 
 
-def _parts(slices: _Slices, ranks: Sequence[Trace]) -> dict[int, frozenset[tuple[int, int]]]:
+def _shard_keys(slices: _Slices, ranks: Sequence[Trace]) -> dict[int, frozenset[tuple[int, int]]]:
     keys_by_rank: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for piece in slices:
         keys_by_rank[ranks[piece.rank].rank].add(piece.held.key)

@@ -72,12 +72,12 @@ def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
     return Obstacle(f"{subject} ({line}) draws random numbers, which differ between ranks and one device", NUMBERS)
 
 
-def narrow(trace: Trace) -> str:
-    """Name the first dtype narrower than float32 that the script computes in, as a clause; else ""."""
+def narrow(trace: Trace) -> str | None:
+    """Name the first dtype narrower than float32 that the script computes in, as a clause; else None."""
     for event in trace.of("narrow"):
         return f"{event['module']} returns {event['dtype']}"
     dtypes = {p.dtype: p.name for p in trace.parameters.values() if p.dtype in ("bfloat16", "float16")}
-    return next((f"{name} is {dtype}" for dtype, name in dtypes.items()), "")
+    return next((f"{name} is {dtype}" for dtype, name in dtypes.items()), None)
 
 
 def standing(reference: Trace, ranks: Sequence[Trace], own: Path | None) -> Iterator[Obstacle]:
@@ -146,14 +146,14 @@ def trained(trace: Trace) -> set[str]:
 def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
     """Return the trained parameters, states and buffers that were never compared, each with the reason."""
     reasons: dict[str, str] = {}
-    reference_trained = trained(aligned.one)
-    for name in (name for name in aligned.one.parameters if name in reference_trained):
-        found = [*_found(aligned, "gradient", name), *_found(aligned, "parameter", name)]
+    reference_trained = trained(aligned.reference)
+    for name in (name for name in aligned.reference.parameters if name in reference_trained):
+        compared = [*_found(aligned, "gradient", name), *_found(aligned, "parameter", name)]
         if name in aligned.missing:
             reasons[name] = aligned.reasons.get(name, _NOWHERE)
-        elif not found:
+        elif not compared:
             reasons[name] = aligned.reasons.get(name) or _shapes(aligned, name)
-        elif not any(_tells(aligned, rounding, step, quantity, name) for step, quantity in found):
+        elif not any(_tells(aligned, rounding, step, quantity, name) for step, quantity in compared):
             reasons[name] = _DROWNED
     ranks: dict[str, list[int]] = defaultdict(list)
     for trace in aligned.ranks:
@@ -169,7 +169,7 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
 
     If one device has none, those of ranks count.
     """
-    on_reference = [event for event in aligned.one.of("unread") if not event["of"] or event["of"] in judged]
+    on_reference = [event for event in aligned.reference.of("unread") if not event["of"] or event["of"] in judged]
     events = on_reference or [event for trace in aligned.ranks for event in trace.of("unread")]
     tensors = "compare cannot read the values of its type {}"
     states = "its type {} is neither a number nor a tensor that compare can read"
@@ -177,18 +177,16 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
 
 
 def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str, str]:
-    """Return the states of compared parameters, and the changing buffers, that were never compared."""
-
     def is_measured(step: int, name: str) -> bool:
         """Return whether a state has a tolerance, or is not finite on one device, which needs none."""
-        expected, _ = aligned.found(step, "state", name)
+        expected, _ = aligned.values_of(step, "state", name)
         return (expected is not None and not expected.finite) or math.isfinite(rounding.tolerance(step, "state", name))
 
     def is_judged(state: State) -> bool:
         return state.of in judged if state.key else not state.constant
 
     reasons: dict[str, str] = {}
-    for name in (name for name, state in aligned.one.states.items() if is_judged(state)):
+    for name in (name for name, state in aligned.reference.states.items() if is_judged(state)):
         steps = [step for step, _ in _found(aligned, "state", name)]
         if not steps:
             on_ranks = any(name in trace.states for trace in aligned.ranks)
@@ -197,18 +195,19 @@ def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str,
             reasons[name] = _UNMEASURED
     for trace in aligned.ranks:
         for name, state in trace.states.items():
-            if name not in aligned.one.states and is_judged(state):
+            if name not in aligned.reference.states and is_judged(state):
                 reasons[name] = aligned.reasons.get(name, _KEPT_BY_RANKS)
     return reasons
 
 
 def left_over(aligned: Aligned, missed: Sequence[str]) -> str:
     """Describe how many trained parameters, states and buffers were not compared."""
-    kept = {name for trace in (aligned.one, *aligned.ranks) for name in trace.states}
-    unread = {event["name"]: event["of"] for trace in (aligned.one, *aligned.ranks) for event in trace.of("unread")}
+    reference, traces = aligned.reference, [aligned.reference, *aligned.ranks]
+    kept = {name for trace in traces for name in trace.states}
+    unread = {event["name"]: event["of"] for trace in traces for event in trace.of("unread")}
     kept |= {name for name, owner in unread.items() if owner}
     parameters = [name for name in missed if name not in kept]
-    total = len(trained(aligned.one)) + sum(n in unread or n.partition(" (")[0] in aligned.extra for n in parameters)
+    total = len(trained(reference)) + sum(n in unread or n.partition(" (")[0] in aligned.extra for n in parameters)
     clauses = [f"{len(parameters)} of {total} trained parameters"] if parameters else []
     count = len(missed) - len(parameters)
     clauses += [f"{count} state{'s' * (count > 1)} of optimizers or buffer{'s' * (count > 1)}"] if count else []
@@ -243,22 +242,20 @@ def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[lis
 def _found(aligned: Aligned, quantity: Quantity, name: str) -> Iterator[tuple[int, Quantity]]:
     """Yield each step at which some rank's tensor was compared with one device, with the quantity."""
     for step in range(aligned.compared):
-        expected, by_rank = aligned.found(step, quantity, name)
+        expected, by_rank = aligned.values_of(step, quantity, name)
         if expected is not None and any(by_rank.values()):
             yield step, quantity
 
 
 def _tells(aligned: Aligned, rounding: Rounding, step: int, quantity: Quantity, name: str) -> bool:
-    """Return whether the tolerance is narrow enough to detect a mistake."""
-
     def size(summary: TensorSummary | None, name: str) -> float:
-        """Return the root mean square of a tensor's elements."""
-        known = summary is not None and summary.finite
-        return summary.norm / math.sqrt(max(aligned.parameter(name).count, 1)) if summary is not None and known else 0.0
+        if summary is None or not summary.finite:
+            return 0.0
+        return summary.norm / math.sqrt(max(aligned.parameter(name).count, 1))
 
-    tensors = of_quantity(aligned.one.steps[step], quantity)
+    tensors = of_quantity(aligned.reference.steps[step], quantity)
     own = size(tensors[name], name)
-    largest = max((size(value, other) for other, value in tensors.items()), default=0.0)
+    largest = max((size(value, label) for label, value in tensors.items()), default=0.0)
     width = rounding.tolerance(step, quantity, name) * own
     return math.isfinite(width) and width <= _WIDE * max(own, _SMALL * largest)
 

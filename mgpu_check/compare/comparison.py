@@ -32,6 +32,7 @@ from mgpu_check.compare.verdict import (
     of_inputs,
     refused,
     refused_with,
+    replayed,
     verdict_of,
 )
 from mgpu_check.engine.process import describe_exit
@@ -48,23 +49,19 @@ class RecorderError(RuntimeError):
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """The settings of a comparison."""
+    """The settings of a comparison: a command or a gate makes them, and no run changes them."""
 
-    # the Python interpreter, the script and its arguments, as `mgpu_check.compare.processes.fitted` reads them
-    command: Sequence[str]
+    command: Sequence[str]  # the Python interpreter, the script and its arguments; see `processes.fitted`
     shown: str  # the script and its arguments for reports
     world: int  # number of ranks
-    # single, several: environments of the run on one device and of the ranks
-    single: Mapping[str, str]
-    several: Mapping[str, str]
+    single: Mapping[str, str]  # environment of the run on one device
+    several: Mapping[str, str]  # environment of the ranks
     simulated: str  # the kind of simulated devices, as in "SIMULATED cpu"; "" for real devices
     timeout: float  # seconds without progress until a run is ended
-    # number of optimizer steps to compare; None: all up to `limit`, and `STEPS` of `in_script/tape.py` in a replay
-    steps: int | None
+    steps: int | None  # optimizer steps to compare; None: all up to `limit`, and `tape.STEPS` in a replay
     fresh: bool = False  # each run starts in a directory of its own
     without_gpus: bool = False  # torch sees no GPU, and no GPU is simulated
-    # pattern of parameters that need not be compared -> the reason
-    unjudged: Mapping[str, str] = field(default_factory=dict)
+    unjudged: Mapping[str, str] = field(default_factory=dict)  # pattern of accepted parameters -> the reason
     directory: Path | None = None  # where the script runs; None: in the current directory
     launcher: str = "torchrun"  # whose variables the ranks get; see `mgpu_check.processes.environments.VARIABLES`
     replaced: str = ""  # the words of a launcher that is not run
@@ -79,7 +76,11 @@ class ComparisonPlan:
 
 @dataclass
 class ScriptComparison:
-    """The runs of a comparison, in order, and the verdict."""
+    """The runs of a comparison, in order, and the verdict.
+
+    `compare`, or a command that records runs, makes it from a plan. `run_script` adds each run; the verdict comes last,
+    for the reports and the exit code.
+    """
 
     plan: ComparisonPlan
     runs: list[ScriptRun] = field(default_factory=list)
@@ -115,8 +116,6 @@ def _replay(
     comparison: ScriptComparison, tell: Tell, tapes: Sequence[int], refusal: ComparisonVerdict
 ) -> ComparisonVerdict:
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
-    # It imports torch, which a comparison of traces does without.
-    from mgpu_check.compare.verdict import replayed
 
     def run(label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun:
         return run_script(comparison, tell, label, 1, moved=moved, files=files, until=steps)
@@ -156,9 +155,9 @@ def _verdict(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> 
         reason = " and ".join(dict.fromkeys(obstacle.reason for obstacle in others))
         return of_inputs(reason, [obstacle.todo for obstacle in others], step=1)
     random = drawing(reference.traces[0])
-    if random and comparison.assembly and not assembly.open and aligned.samples(0).same:
+    if random and comparison.assembly and not assembly.may_hold_slices and aligned.samples(0).same:
         return of_inputs(random.reason, [random.todo])
-    repeated, stopped = _again(comparison, tell, assembly.open and len(several.ranks) == plan.world)
+    repeated, stopped = _again(comparison, tell, assembly.may_hold_slices and len(several.ranks) == plan.world)
     if stopped is not None:
         return stopped
     aligned = comparison.aligned
@@ -227,9 +226,9 @@ def constants_placed(
 
 
 def _aligned(reference: ScriptRun, own: Assembly, world: int) -> Aligned:
-    one = reference.traces[0]
-    ranks = with_rows_together(one, own.ranks)
-    return Aligned(one, ranks, world, own.divided, own.reasons, own.placements, own.holders, own.parts, own.partial)
+    trace = reference.traces[0]
+    ranks = with_rows_together(trace, own.ranks)
+    return Aligned(trace, ranks, world, **own.placed())
 
 
 def _several(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> ScriptRun:

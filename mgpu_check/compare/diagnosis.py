@@ -22,9 +22,9 @@ from mgpu_check.compare.first_difference import (
     Diagnosis,
     FirstDifference,
     changes_of,
+    describe_outputs,
     factor_within,
     other_options,
-    told_outputs,
     updates,
 )
 from mgpu_check.compare.trace import Trace
@@ -39,60 +39,60 @@ _LEAST = 1e-2  # smallest distance of a factor from 1 that counts
 _FEWEST = 2  # elements that must show the factor of a slice: any one element has a factor
 
 
-def call_at_fault(difference: FirstDifference) -> str:
-    """Name the call that gave the most wrong gradient its final norm, or the call that left it right; "" if unknown."""
+def call_at_fault(difference: FirstDifference) -> str | None:
+    """Name the call that gave the most wrong gradient its final norm, or that left it right; None if unknown."""
     main = difference.main
     if main is None or difference.quantity != "gradient":
-        return ""
-    expected, _ = difference.aligned.found(difference.step, "gradient", main.name)
-    return "" if expected is None else _call(difference, main.name, main.worst_rank, expected.norm)
+        return None
+    expected, _ = difference.aligned.values_of(difference.step, "gradient", main.name)
+    return None if expected is None else _call(difference, main.name, main.worst_rank, expected.norm)
 
 
-def told_slice(difference: FirstDifference) -> str:
-    """Describe the factor of the most wrong gradient if only slices have it, with the call; else "".
+def describe_slice(difference: FirstDifference) -> str | None:
+    """Describe the factor of the most wrong gradient if only slices have it, with the call; else None.
 
     The other slices are the control: their elements are those of one device.
     """
     main = difference.main
     holders = difference.aligned.holders.get(main.name) if main is not None else None
     if main is None or holders is None or difference.quantity != "gradient":
-        return ""
-    expected, by_rank = difference.aligned.found(difference.step, "gradient", main.name)
+        return None
+    expected, by_rank = difference.aligned.values_of(difference.step, "gradient", main.name)
     rank = main.ranks[0]
     got = by_rank.get(rank)
     mismatches = [any(holder in main.ranks for holder in ranks) for ranks in holders]
     if got is None or expected is None or all(mismatches):
-        return ""
+        return None
     elements = zip(mismatches, got.samples, expected.samples, strict=True)
     pairs = [(g, e) for is_wrong, g, e in elements if is_wrong and e]
     factor = common_factor(pairs, least=_LEAST, of_largest=_NEAR_FACTOR) if len(pairs) >= _FEWEST else None
     if factor is None:
-        return ""
+        return None
     call = _call(difference, main.name, rank, got.norm / factor)
     message = f"the slice of the gradient of {main.name} is {factor:.4g} times that of one device"
     return f"on {named(main.ranks)} {message}, and the other slices are right{f'; {call}' if call else ''}"
 
 
-def _call(difference: FirstDifference, name: str, rank: int, expected: float) -> str:
+def _call(difference: FirstDifference, name: str, rank: int, expected: float) -> str | None:
     """Name the call that gave a gradient its final norm on a rank, or the call that left it with the expected norm."""
     trace = next((trace for trace in difference.aligned.ranks if trace.rank == rank), None)
-    got = difference.aligned.found(difference.step, "gradient", name)[1].get(rank)
+    got = difference.aligned.values_of(difference.step, "gradient", name)[1].get(rank)
     calls = [] if trace is None else trace.steps[difference.step].calls
-    seen = [(index, description, norms[name]) for index, (description, norms) in enumerate(calls) if name in norms]
-    if got is None or not seen:
-        return ""
-    last, description, norm = seen[-1]
+    changes = [(index, description, norms[name]) for index, (description, norms) in enumerate(calls) if name in norms]
+    if got is None or not changes:
+        return None
+    last, description, norm = changes[-1]
     if _near(norm, got.norm):
-        earliest = len(seen) - 1
-        while earliest and _near(seen[earliest - 1][2], got.norm):
+        earliest = len(changes) - 1
+        while earliest and _near(changes[earliest - 1][2], got.norm):
             earliest -= 1
-        return f"{seen[earliest][1]} leaves it so"
+        return f"{changes[earliest][1]} leaves it so"
     later = list(dict.fromkeys(description for description, _ in calls[last + 1 :]))
     if len(later) == 1:
         return f"{later[0]} runs between {description} and the step of the optimizer"
     if _near(norm, expected):
         return f"{description} leaves the gradient of one device, and a later operation changes it"
-    return ""
+    return None
 
 
 def _near(a: float, b: float) -> bool:
@@ -118,12 +118,12 @@ def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
         if differing:
             subject = f"before its first step, {named(range(len(difference.aligned.ranks)))} differ in"
             start = Start(f"{subject} {few(differing, 3)}", "ranks start from other parameters")
-        message = attempts.piece(_apart_after_the_step, difference, "")
+        message = attempts.piece(_apart_after_the_step, difference, None) or ""
         return Evidence(world, start=start, loads=_loads(difference), gradients_apart=message)
     skips = skipped_steps(difference)
     if skips.apart:
         return Evidence(world, decisions=[skips])
-    if difference.others_seen:
+    if difference.saw_other_samples:
         return of_samples(difference.aligned, difference.step)
     if difference.quantity == "gradient":
         return _of_gradient(difference, attempts)
@@ -150,8 +150,9 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
         return Evidence(world, same_samples=message)
     if repeated := _repeated_epoch(aligned, number):
         return Evidence(world, repeated_epoch=repeated)
-    surplus = samples.together - samples.one
-    if samples.one - samples.together or not surplus or samples.together.total() == world * samples.one.total():
+    expected, together = samples.reference, samples.together
+    surplus = together - expected
+    if expected - together or not surplus or together.total() == world * expected.total():
         return Evidence(world)
     message = f"at step {step} {surplus.total()} samples came again, so that each rank has the same number"
     events = [event for trace in aligned.ranks for event in trace.of("sampler")]
@@ -159,8 +160,8 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
     return Evidence(world, surplus=message, samplers=samplers)
 
 
-def _repeated_epoch(aligned: Aligned, step: int) -> str:
-    """Name an earlier step with the same samples, if set_epoch was never called; "" without any."""
+def _repeated_epoch(aligned: Aligned, step: int) -> str | None:
+    """Name an earlier step with the same samples, if set_epoch was never called."""
     epochs: dict[int, list[dict[str, Any]]] = {}
     for event in aligned.ranks[0].of("sampler"):
         if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
@@ -175,10 +176,10 @@ def _repeated_epoch(aligned: Aligned, step: int) -> str:
                 f"epoch {len(iterations)} begins at step {last + 1}; at step {step + 1} the ranks saw the samples "
                 f"of step {twin + 1} again, and set_epoch was never called"
             )
-    return ""
+    return None
 
 
-def _apart_after_the_step(difference: FirstDifference) -> str:
+def _apart_after_the_step(difference: FirstDifference) -> str | None:
     """Describe gradients that differ between ranks that start apart, and that the step does not reduce either.
 
     Synchronized gradients are equal on all ranks, even if the ranks start from other parameters.
@@ -192,11 +193,10 @@ def _apart_after_the_step(difference: FirstDifference) -> str:
         pairs = [pair for rank_changes in changes for pair in zip(rank_changes, changes[0], strict=False)]
         if any(abs(a - b) > _NEAR * size for a, b in pairs):
             differing.append(name)
-    return _GRADIENTS_APART.format(difference.step + 1, few(differing, 3)) if differing else ""
+    return _GRADIENTS_APART.format(difference.step + 1, few(differing, 3)) if differing else None
 
 
 def _loads(difference: FirstDifference) -> ByRank:
-    """Return how often each rank called load_state_dict up to this step."""
     ranks = difference.aligned.ranks
     counts = [len([event for event in trace.of("restore") if event["after"] <= difference.step]) for trace in ranks]
     groups = grouped((count, trace.rank) for count, trace in zip(counts, ranks, strict=True))
@@ -218,16 +218,16 @@ def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
     return replace(
         evidence,
         norms=attempts.piece(_norms, difference, ByRank()),
-        normalizes=attempts.piece(_normalizes, difference, ""),
-        may_draw=attempts.piece(_may_draw, difference, ""),
-        uneven=attempts.piece(_uneven, difference, ""),
+        normalizes=attempts.piece(_normalizes, difference, None) or "",
+        may_draw=attempts.piece(_may_draw, difference, None) or "",
+        uneven=attempts.piece(_uneven, difference, None) or "",
     )
 
 
 def _factor(difference: FirstDifference) -> Factor | None:
     pairs = []
     for tensor in difference.mismatches["gradient"]:
-        expected, by_rank = difference.aligned.found(difference.step, "gradient", tensor.name)
+        expected, by_rank = difference.aligned.values_of(difference.step, "gradient", tensor.name)
         got = by_rank[tensor.worst_rank]
         if got is not None and expected is not None and expected.norm:
             both = zip(got.samples, expected.samples, strict=True)
@@ -236,7 +236,7 @@ def _factor(difference: FirstDifference) -> Factor | None:
     if not factor:
         return None
     message = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device"
-    return Factor(factor, _NEAR, message, rough=True, where=call_at_fault(difference))
+    return Factor(factor, _NEAR, message, rough=True, where=call_at_fault(difference) or "")
 
 
 def _factor_within(difference: FirstDifference) -> Factor | None:
@@ -271,51 +271,50 @@ def _undivided(difference: FirstDifference) -> float:
     number, aligned = difference.step, difference.aligned
     counts = {len(trace.steps[number].losses) for trace in aligned.ranks}
     reference_loss, mean, _ = aligned.losses(number)
-    of_one = len(aligned.one.steps[number].losses)
+    of_one = len(aligned.reference.steps[number].losses)
     if len(counts) > 1 or not reference_loss or mean is None or not of_one:
         return 1.0
     ratio = counts.pop() / of_one
     return ratio if abs(mean / reference_loss - ratio) <= _NEAR * ratio else 1.0
 
 
-def _normalizes(difference: FirstDifference) -> str:
+def _normalizes(difference: FirstDifference) -> str | None:
     events = [event for event in difference.aligned.ranks[0].of("module") if event["after"] <= difference.step]
     norms = sorted({name for event in events for name in event["batch_norms"]})
     several = len(difference.aligned.ranks) > 1
     extent = f"{difference.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
-    return f"the model has {', '.join(norms)} in training mode, over {extent}" if norms else ""
+    return f"the model has {', '.join(norms)} in training mode, over {extent}" if norms else None
 
 
-def _may_draw(difference: FirstDifference) -> str:
+def _may_draw(difference: FirstDifference) -> str | None:
     random = None if difference.aligned.replayed else drawing(difference.aligned.ranks[0], difference.step)
-    return "" if random is None else random.reason
+    return None if random is None else random.reason
 
 
-def _uneven(difference: FirstDifference) -> str:
-    """Describe counts of samples or labels of the ranks that their mean losses need as weights; "" if none fit."""
+def _uneven(difference: FirstDifference) -> str | None:
+    """Describe counts of samples or labels of the ranks that their mean losses need as weights; None if none fit."""
     step, ranks = difference.step, difference.aligned.ranks
-    one, _, losses = difference.aligned.losses(step)
+    expected, _, losses = difference.aligned.losses(step)
     finite = [loss for loss in losses if loss is not None]
-    if one is None or len(finite) < len(ranks) or len(ranks) < 2:
-        return ""
-    mean, tolerance = math.fsum(finite) / len(finite), difference.rounding.of_loss(step) * abs(one)
+    if expected is None or len(finite) < len(ranks) or len(ranks) < 2:
+        return None
+    mean, tolerance = math.fsum(finite) / len(finite), difference.rounding.of_loss(step) * abs(expected)
     labels = [sum(trace.steps[step].labels) for trace in ranks]
     for subject, counts in (("labels", labels), ("samples", difference.samples.counts)):
-        if not all(counts) or abs(mean - one) <= tolerance:
+        if not all(counts) or abs(mean - expected) <= tolerance:
             continue
         weighted = math.fsum(count * loss for count, loss in zip(counts, finite, strict=True)) / sum(counts)
-        if abs(weighted - one) <= min(tolerance, _NEAR * abs(mean - one)):
+        if abs(weighted - expected) <= min(tolerance, _NEAR * abs(mean - expected)):
             listing = ", ".join(f"{count:g}" for count in counts[:8])
             return (
                 f"at step {step + 1} the ranks have {listing} {subject}, and their losses and gradients have "
                 f"equal weight: the mean of their losses is {mean:.7g}; weighted by the {subject} it is "
                 f"{weighted:.7g}, as on one device"
             )
-    return ""
+    return None
 
 
 def _of_update(difference: FirstDifference) -> Evidence:
-    """Return the evidence of a step with correct gradients and wrong parameters after the update."""
     world, step, differing = difference.aligned.world, difference.step + 1, difference.differing["parameter"]
     loads, parted = _loads(difference), "the same gradient led to different parameters"
     if loads.apart:
@@ -326,7 +325,7 @@ def _of_update(difference: FirstDifference) -> Evidence:
         message = f"{subject}, but change {differing[0]} by different amounts"
         if states := difference.differing["state"]:
             message += f", with different values of {few(states, _SHOWN)}"
-        _, updated = difference.aligned.found(difference.step, "parameter", differing[0])
+        _, updated = difference.aligned.values_of(difference.step, "parameter", differing[0])
         return replace(evidence, decisions=[ByRank(list(updated.values()), message)])
     pairs = []
     for tensor in difference.mismatches["parameter"]:
@@ -357,7 +356,8 @@ def _updates(difference: FirstDifference) -> str:
     if states := [tensor.name for tensor in difference.mismatches["state"]]:
         message += f", and leaves different values in {few(states, _SHOWN)}"
     # The statistics of parameters that each rank computes from its own slice.
-    partial = [name for name, state in aligned.one.states.items() if state.of in tensors and name in aligned.partial]
+    owners = {name: state.of for name, state in aligned.reference.states.items()}
+    partial = [name for name, owner in owners.items() if owner in tensors and name in aligned.partial]
     if not partial:
         return f"{message}; {UPDATE_RULE}"
     return (
@@ -368,17 +368,16 @@ def _updates(difference: FirstDifference) -> str:
 
 
 def _of_state(difference: FirstDifference) -> Evidence:
-    """Return the evidence of a step with correct parameters, but wrong states of the optimizer or wrong buffers."""
     world, aligned, step = difference.aligned.world, difference.aligned, difference.step + 1
-    wrong, differing = difference.mismatches["state"], difference.differing["state"]
-    tensors = dict.fromkeys([*(tensor.name for tensor in wrong), *differing])
-    if states := [name for name in tensors if aligned.one.states[name].key]:
-        ranks = sorted({rank for tensor in wrong if tensor.name in states for rank in tensor.ranks})
+    mismatches, differing = difference.mismatches["state"], difference.differing["state"]
+    tensors = dict.fromkeys([*(tensor.name for tensor in mismatches), *differing])
+    if states := [name for name in tensors if aligned.reference.states[name].key]:
+        ranks = sorted({rank for tensor in mismatches if tensor.name in states for rank in tensor.ranks})
         verb, location = "is" if len(states) == 1 else "are", f" on {named(ranks)}" if ranks else ""
         subject = few(states, _SHOWN)
         message = f"after step {step} gradients and parameters are right, but {subject} {verb} wrong{location}"
         return Evidence(world, updates=message)
-    if buffers := [name for name in differing if not aligned.one.states[name].key]:
+    if buffers := [name for name in differing if not aligned.reference.states[name].key]:
         message = f"after step {step} {few(buffers, _SHOWN)} differ{'s' * (len(buffers) == 1)} between ranks"
         if any(event.get("broadcasts") for event in aligned.ranks[0].of("module")):
             message += ", and DistributedDataParallel keeps the values of rank 0 only (broadcast_buffers is on)"
@@ -398,7 +397,7 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     The list is empty if more runs are needed to decide, or if the samples are evidence of a mistake.
     """
     samples = aligned.samples(0)
-    few = samples.common <= samples.one.total() / 2 or samples.together.total() > samples.one.total()
+    few = samples.common <= samples.reference.total() / 2 or samples.together.total() > samples.reference.total()
     starts = [trace.steps[0].before for trace in aligned.ranks]
     if not samples.known or samples.same or not few or any(start != starts[0] for start in starts):
         return []
@@ -409,8 +408,8 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     if findings or attempts.remarks:
         return []
     obstacles = other_samples(aligned, 0, findings)
-    for name in aligned.held:
-        expected, by_rank = aligned.found(0, "before", name)
+    for name in aligned.whole_parameters:
+        expected, by_rank = aligned.values_of(0, "before", name)
         shape = aligned.parameter(name).shape
         if any(deviation(value, expected, shape).size > _FAR for value in by_rank.values()):
             return [*obstacles, OTHER_START]
@@ -425,16 +424,16 @@ def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) ->
     if any(finding.mistake in _OF_THE_SCRIPT for finding in findings):
         return []
     samples, world = aligned.samples(number), len(aligned.ranks)
-    together, one = samples.together, samples.one
-    again = ""
-    if repeated := sum(count for sample, count in (together - one).items() if sample in one):
-        again = f"; {repeated} came a second time or to several ranks, and {(one - together).total()} are on no rank"
+    together, expected = samples.together, samples.reference
+    repeats, lost = "", (expected - together).total()
+    if repeated := sum(count for sample, count in (together - expected).items() if sample in expected):
+        repeats = f"; {repeated} came a second time or to several ranks, and {lost} are on no rank"
     reason = (
         f"step {number + 1}: the ranks together saw {together.total()} samples; {samples.common} of them are among the "
-        f"{one.total()} samples of one device{again}: the script is not comparable without changes"
+        f"{expected.total()} samples of one device{repeats}: the script is not comparable without changes"
     )
-    if together.total() == world * one.total():
-        return [Obstacle(reason, divided(one.total()))]
+    if together.total() == world * expected.total():
+        return [Obstacle(reason, divided(expected.total()))]
     if findings:
         dataset = "take a multiple of the global batch as the dataset"
         return [Obstacle(reason, f"for the comparison, {dataset}, or pass drop_last=True to sampler and loader")]
@@ -451,9 +450,8 @@ class Axis:
     """An axis of a mesh, or a partition of the world into groups of ranks."""
 
     name: str  # "tp", or "the groups of ranks 0-1 and of ranks 2-3"
-    # the lines along the axis, each a tuple of ranks that differ only in their index along the axis
-    lines: tuple[tuple[int, ...], ...]
-    places: Mapping[int, int]  # rank -> its index along the axis; empty for groups without a mesh
+    lines: tuple[tuple[int, ...], ...]  # the lines along the axis: ranks that differ only in their index along it
+    indices: Mapping[int, int]  # rank -> its index along the axis; empty for groups without a mesh
 
     @property
     def size(self) -> int:
@@ -470,8 +468,8 @@ def axes_of(ranks: Sequence[Trace]) -> list[Axis]:
             lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for rank, mesh in meshes.items():
                 lines[tuple(index for position, (_, index, _) in enumerate(mesh) if position != axis)].append(rank)
-            places = {rank: mesh[axis][1] for rank, mesh in meshes.items()}
-            axes.append(Axis(name, tuple(tuple(line) for line in lines.values()), places))
+            indices = {rank: mesh[axis][1] for rank, mesh in meshes.items()}
+            axes.append(Axis(name, tuple(tuple(line) for line in lines.values()), indices))
     for partition in _partitions(ranks):
         axes.append(Axis(f"the groups of {' and of '.join(map(named, partition))}", partition, {}))
     axes_by_lines: dict[tuple[tuple[int, ...], ...], Axis] = {}
@@ -496,17 +494,17 @@ def _partitions(ranks: Sequence[Trace]) -> list[tuple[tuple[int, ...], ...]]:
     return partitions
 
 
-def told_axes(difference: FirstDifference) -> str:
-    """Describe the axes along which ranks agree or differ about the first wrong tensor; "" if unknown."""
+def describe_axes(difference: FirstDifference) -> str | None:
+    """Describe the axes along which ranks agree or differ about the first wrong tensor; None if unknown."""
     quantity, axes = difference.quantity, axes_of(difference.aligned.ranks)
     if quantity is None or not axes:
-        return ""
+        return None
     main = difference.main
     name = main.name if main else difference.differing[quantity][0]
     clauses = [*_agreement(difference, quantity, name, axes), *_place(difference, quantity, name, axes)]
     if not clauses and main is not None:
         clauses = _clauses_of_factor(difference, quantity, name, axes)
-    return "; ".join(clauses)
+    return "; ".join(clauses) or None
 
 
 def _agreement(difference: FirstDifference, quantity: Quantity, name: str, axes: Sequence[Axis]) -> list[str]:
@@ -518,9 +516,9 @@ def _agreement(difference: FirstDifference, quantity: Quantity, name: str, axes:
 def _agrees(difference: FirstDifference, quantity: Quantity, name: str, axis: Axis) -> bool | None:
     """Return whether ranks of a line with the same part of a tensor agree; None if no two ranks share one."""
     aligned = difference.aligned
-    _, by_rank = aligned.found(difference.step, quantity, name)
+    _, by_rank = aligned.values_of(difference.step, quantity, name)
     entries = {trace.rank: trace.entry(name) for trace in aligned.ranks}
-    shards, shape = aligned.parts.get(name, {}), aligned.parameter(name).shape
+    shards, shape = aligned.shard_keys.get(name, {}), aligned.parameter(name).shape
     tolerance = difference.rounding.tolerance(difference.step, quantity, name)
     agrees: bool | None = None
     for line in axis.lines:
@@ -528,22 +526,22 @@ def _agrees(difference: FirstDifference, quantity: Quantity, name: str, axis: Ax
             entry = entries[holder]
             if shards.get(holder) != shards.get(neighbor) or (entry is not None and axis.name in entry.over):
                 continue
-            own, other = by_rank[holder], by_rank[neighbor]
-            agrees = agrees is not False and (own == other or deviation(own, other, shape).size <= tolerance)
+            pair = by_rank[holder], by_rank[neighbor]
+            agrees = agrees is not False and (pair[0] == pair[1] or deviation(*pair, shape).size <= tolerance)
     return agrees
 
 
 def _place(difference: FirstDifference, quantity: Quantity, name: str, axes: Sequence[Axis]) -> list[str]:
     """Name the index along an axis that all wrong ranks have and no correct rank has."""
     wrong_ranks = next((set(tensor.ranks) for tensor in difference.mismatches[quantity] if tensor.name == name), set())
-    _, by_rank = difference.aligned.found(difference.step, quantity, name)
+    _, by_rank = difference.aligned.values_of(difference.step, quantity, name)
     if not wrong_ranks or wrong_ranks == set(by_rank):
         return []
     for axis in axes:
-        places = {axis.places.get(rank) for rank in wrong_ranks}
-        there = {rank for rank in by_rank if axis.places.get(rank) in places}
-        if len(places) == 1 and None not in places and wrong_ranks == there:
-            return [f"it is wrong where the index along {axis.name} is {places.pop()}"]
+        indices = {axis.indices.get(rank) for rank in wrong_ranks}
+        ranks = {rank for rank in by_rank if axis.indices.get(rank) in indices}
+        if len(indices) == 1 and None not in indices and wrong_ranks == ranks:
+            return [f"it is wrong where the index along {axis.name} is {indices.pop()}"]
     return []
 
 
@@ -553,7 +551,7 @@ def _clauses_of_factor(difference: FirstDifference, quantity: Quantity, name: st
     if ratio is None or not ratio:
         return []
     larger = max(ratio, 1 / ratio)
-    sizes = [axis.name for axis in axes if axis.places and abs(larger - axis.size) <= _NEAR * larger]
+    sizes = [axis.name for axis in axes if axis.indices and abs(larger - axis.size) <= _NEAR * larger]
     if not sizes or abs(larger - difference.aligned.world) <= _NEAR * larger:
         return []
     return [f"{larger:.3g}, the size of {' or '.join(sizes)}, is the factor{' inverted' * (ratio < 1)}"]
@@ -567,12 +565,12 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     findings = findings_of(evidence, 2 if evidence.start else 1, attempts)
     findings = [replace(finding, also=number > 0) for number, finding in enumerate(findings)]
     obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
-    reasons = list(dict.fromkeys(obstacle.reason for obstacle in obstacles))
+    reason = " and ".join(dict.fromkeys(obstacle.reason for obstacle in obstacles)) or None
     todo = [obstacle.todo for obstacle in obstacles]
-    axes = "" if obstacles else attempts.of("the search for axes", "", told_axes, difference)
-    of_slices = "" if obstacles else attempts.of("the factor of a slice", "", told_slice, difference)
-    outputs = "" if obstacles else attempts.of("the outputs of modules", "", told_outputs, difference)
-    return Diagnosis(not obstacles, findings, " and ".join(reasons), todo, attempts.remarks, axes, of_slices, outputs)
+    axes = None if obstacles else attempts.of("the search for axes", None, describe_axes, difference)
+    of_slices = None if obstacles else attempts.of("the factor of a slice", None, describe_slice, difference)
+    outputs = None if obstacles else attempts.of("the outputs of modules", None, describe_outputs, difference)
+    return Diagnosis(not obstacles, findings, reason, todo, attempts.remarks, axes, of_slices, outputs)
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:
@@ -585,12 +583,12 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
         return [OTHER_START_OF_PARTS if aligned.divided else OTHER_START, *others]
     if skipped_steps(difference).apart:
         return []
-    on_reference, on_rank = (skips_of(trace, step) for trace in (aligned.one, aligned.ranks[0]))
+    on_reference, on_rank = (skips_of(trace, step) for trace in (aligned.reference, aligned.ranks[0]))
     if on_rank != on_reference:
         counts = f"{len(on_reference)} steps on one device, and {len(on_rank)} on each rank"
         remedy = "for the comparison, start with a smaller scale: GradScaler(init_scale=1024.0)"
         return [Obstacle(f"step {step + 1}: GradScaler skipped {counts}", remedy)]
-    if difference.others_seen:
+    if difference.saw_other_samples:
         return other_samples(aligned, step, findings)
     random = drawing(aligned.ranks[0], step)
     if random is not None and any(finding.mistake == "random-numbers-per-rank" for finding in findings):

@@ -42,7 +42,7 @@ def reduced_within(aligned: Aligned, rounding: Rounding, step: int, differing: C
 
     `differing`: parameters and states that differ between ranks after the step.
     """
-    states = {name: aligned.one.states[name] for name in aligned.states}
+    states = {name: aligned.reference.states[name] for name in aligned.states}
     off = {states[name].of if name in states else name for name in differing}
     in_states = {state.of for state in states.values() if state.count > 1}
     return [
@@ -79,7 +79,7 @@ def factor_within(
 
 def _gradients(aligned: Aligned, step: int, name: str) -> tuple[TensorSummary | None, list[TensorSummary]]:
     """Return a gradient on one device, and that of each rank; empty if a rank lacks it."""
-    expected, by_rank = aligned.found(step, "gradient", name)
+    expected, by_rank = aligned.values_of(step, "gradient", name)
     gradients = [value for value in by_rank.values() if value is not None]
     return expected, gradients if len(gradients) >= aligned.world else []
 
@@ -89,13 +89,13 @@ def _alike(aligned: Aligned, step: int, name: str) -> bool:
 
     A step smaller than the tolerance of the parameter would hide gradients that stay on each rank.
     """
-    _, by_rank = aligned.found(step, "parameter", name)
+    _, by_rank = aligned.values_of(step, "parameter", name)
     return len({value.bits for value in by_rank.values() if value is not None}) == 1
 
 
 def _changed(aligned: Aligned, step: int, name: str) -> bool:
     """Return whether a step changed a parameter, so that its result shows the gradient as a state would."""
-    trace = aligned.one
+    trace = aligned.reference
     sources = [trace.steps[step].before, *(earlier.parameters for earlier in reversed(trace.steps[:step]))]
     before = next((values[name] for values in sources if name in values), None)
     after = trace.steps[step].parameters.get(name)
@@ -173,24 +173,17 @@ def _rows(reference: Trace, ranks: Sequence[Trace], name: str) -> dict[int, Tens
     return {}
 
 
-def remark(aligned: Aligned, rounding: Rounding) -> str:
-    """Report gradients that are reduced within the step; "" without such gradients."""
+def remark(aligned: Aligned, rounding: Rounding) -> str | None:
+    """Report gradients that are reduced within the step; None without such gradients."""
     parameters = next(filter(None, (reduced_within(aligned, rounding, s, ()) for s in range(aligned.compared))), [])
     if not parameters:
-        return ""
+        return None
     subject = f"the gradients of {len(parameters)} parameters differ between ranks before the step"
     return f"{subject}, and their mean is that of one device: the optimizer reduces them"
 
 
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
-
-
-_SHOWN: dict[Quantity, str] = {
-    "before": "before: ",
-    "gradient": "gradient: ",
-    "parameter": "after: ",
-    "state": "after: ",
-}
+_SHOWN: dict[Quantity, str] = {"before": "before", "gradient": "gradient", "parameter": "after", "state": "after"}
 
 
 @dataclass(frozen=True)
@@ -206,14 +199,16 @@ class WrongTensor:
 
 @dataclass
 class FirstDifference:
-    """A step (counted from 0) with wrong tensors."""
+    """A step (counted from 0) with wrong tensors.
+
+    `first_difference` makes it, `diagnose` collects evidence from it, and the reports and the verdict end with it.
+    """
 
     aligned: Aligned
     rounding: Rounding
     step: int
-    # by quantity, the tensors that differ from one device, in the order of the model
-    mismatches: dict[Quantity, list[WrongTensor]]
-    differing: dict[Quantity, list[str]]  # by quantity, the names of the tensors that differ between ranks
+    mismatches: dict[Quantity, list[WrongTensor]]  # the tensors that differ from one device, in the order of the model
+    differing: dict[Quantity, list[str]]  # the names of the tensors that differ between ranks
 
     @property
     def quantity(self) -> Quantity | None:
@@ -234,7 +229,7 @@ class FirstDifference:
         return self.aligned.samples(self.step)
 
     @property
-    def others_seen(self) -> bool:
+    def saw_other_samples(self) -> bool:
         """True if the ranks saw other samples than one device.
 
         Hidden samples that led to correct gradients count as the same.
@@ -246,7 +241,7 @@ class FirstDifference:
 
     def ratio(self, quantity: Quantity, name: str) -> float | None:
         """Return the norm of a wrong tensor relative to one device, on the worst rank; None if unknown."""
-        expected, by_rank = self.aligned.found(self.step, quantity, name)
+        expected, by_rank = self.aligned.values_of(self.step, quantity, name)
         worst = next((tensor.worst_rank for tensor in self.mismatches[quantity] if tensor.name == name), None)
         return None if worst is None else ratio_of(by_rank.get(worst), expected)
 
@@ -256,14 +251,14 @@ class FirstDifference:
         for quantity in QUANTITIES:
             mismatches = {entry.name: entry for entry in self.mismatches[quantity]}
             for name in self.aligned.named(quantity):
-                expected, by_rank = self.aligned.found(self.step, quantity, name)
+                expected, by_rank = self.aligned.values_of(self.step, quantity, name)
                 if not by_rank or (expected is None and not any(by_rank.values())):
                     continue
                 entry = mismatches.get(name)
                 ratio = ratio_of(by_rank[entry.worst_rank], expected) if entry else None
                 relations = {"one device": entry is None, "ranks agree": name not in self.differing[quantity]}
                 detail = "" if entry is None else f"{entry.worst}{f'; norm x {ratio:.4g}' if ratio else ''}"
-                observables.append(Observable(_SHOWN[quantity] + name, relations, detail))
+                observables.append(Observable(f"{_SHOWN[quantity]}: {name}", relations, detail))
         return observables
 
 
@@ -273,12 +268,12 @@ class Diagnosis:
 
     comparable: bool = True  # the difference lies in the training step, not in its inputs
     findings: list[Finding] = field(default_factory=list)
-    reason: str = ""  # how the inputs of the step differ, in a clause; "" if the runs are comparable
+    reason: str | None = None  # how the inputs of the step differ, in a clause; None if the runs are comparable
     todo: list[str] = field(default_factory=list)  # a line for each remedy
     failed: list[str] = field(default_factory=list)  # a line for each part of the diagnosis that raised an error
-    axes: str = ""  # see `mgpu_check.compare.diagnosis.told_axes`
-    of_slices: str = ""  # see `mgpu_check.compare.diagnosis.told_slice`
-    outputs: str = ""  # see `mgpu_check.compare.first_difference.told_outputs`
+    axes: str | None = None  # see `mgpu_check.compare.diagnosis.describe_axes`
+    of_slices: str | None = None  # see `mgpu_check.compare.diagnosis.describe_slice`
+    outputs: str | None = None  # see `mgpu_check.compare.first_difference.describe_outputs`
 
 
 def ratio_of(got: TensorSummary | OutputSummary | None, expected: TensorSummary | OutputSummary | None) -> float | None:
@@ -321,7 +316,7 @@ def _compared(
     aligned: Aligned, rounding: Rounding, step: int, quantity: Quantity, name: str
 ) -> tuple[WrongTensor | None, bool]:
     """Return the difference of a tensor from one device, if any, and whether the tensor differs between ranks."""
-    expected, by_rank = aligned.found(step, quantity, name)
+    expected, by_rank = aligned.values_of(step, quantity, name)
     tolerance = rounding.tolerance(step, quantity, name)
     shape = aligned.parameter(name).shape
     if expected is not None and not expected.finite:
@@ -360,7 +355,7 @@ def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
     model, as in context parallelism.
     """
     aligned, samples, step = difference.aligned, difference.samples, difference.step
-    if step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.one or aligned.divided:
+    if step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.reference or aligned.divided:
         return False
     parameters = [parameter for trace in aligned.ranks for parameter in trace.parameters.values()]
     shapes = {name: aligned.parameter(name).shape for name in aligned.names}
@@ -378,7 +373,7 @@ def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]
 
 def changes_of(difference: FirstDifference, name: str, rank: int | None) -> list[float]:
     """Return the changes of a parameter's kept elements in this step on a rank, or on one device for None."""
-    trace = difference.aligned.one if rank is None else difference.aligned.ranks[rank]
+    trace = difference.aligned.reference if rank is None else difference.aligned.ranks[rank]
     now = trace.steps[difference.step].parameters.get(name)
     earlier = [of_quantity(trace.steps[difference.step], "before").get(name)]
     earlier += [step.parameters.get(name) for step in reversed(trace.steps[: difference.step])]
@@ -397,7 +392,7 @@ _NEAR_OPTION = 1e-9  # relative: the same learning rate, computed in another ord
 
 def other_options(aligned: Aligned, step: int) -> list[str]:
     """Return a clause for each optimizer option that differs between ranks and one device at a step."""
-    expected = aligned.one.steps[step].options
+    expected = aligned.reference.steps[step].options
     differences: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for trace in aligned.ranks:
         for name, options in trace.steps[step].options.items():
@@ -413,7 +408,7 @@ def other_options(aligned: Aligned, step: int) -> list[str]:
         clauses.append(f"{subject} is {on_rank} on {named(ranks)}, and {on_reference} on one device")
     groups, *counts = (
         len({repr(sorted(entry.items(), key=str)) for entry in trace.steps[step].options.values()})
-        for trace in (aligned.one, *aligned.ranks)
+        for trace in (aligned.reference, *aligned.ranks)
     )
     others = [(trace.rank, count) for trace, count in zip(aligned.ranks, counts, strict=True) if count != groups]
     for rank, count in others[:1] if clauses else ():
@@ -443,9 +438,8 @@ class ComparedOutput:
     """The outputs of a module at a step, compared with those of one device."""
 
     expected: OutputSummary | None = None  # those of one device; None if it has none
-    # rank -> the whole outputs from its view; empty if they are not compared
-    by_rank: Mapping[int, OutputSummary] = field(default_factory=dict)
-    reason: str = ""  # why they are not compared; "" if they are
+    by_rank: Mapping[int, OutputSummary] = field(default_factory=dict)  # the whole outputs from the view of each rank
+    reason: str | None = None  # why they are not compared; None if they are
 
     def deviation(self, rank: int) -> Deviation:
         """Return the deviation on a rank."""
@@ -461,18 +455,18 @@ def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) ->
 
     `tolerance`: that of the module; it decides whether ranks have partial results.
     """
-    expected = aligned.one.steps[step].outputs.get(name)
+    expected = aligned.reference.steps[step].outputs.get(name)
     at = {trace.rank: trace.steps[step] for trace in aligned.ranks}
     shards = {rank: own.outputs[name] for rank, own in at.items() if name in own.outputs}
     if expected is None or not shards:
         return ComparedOutput(expected, reason="called on one side only, or its outputs cannot be read")
     possible = views(shards, {rank: tuple(sorted(at[rank].seen)) for rank in shards})
-    whole = next((view for view in possible if {own.count for own in view.values()} == {expected.count}), None)
-    if whole is None:
+    full_view = next((view for view in possible if {own.count for own in view.values()} == {expected.count}), None)
+    if full_view is None:
         counts = sorted({shard.count for shard in shards.values()})
         return ComparedOutput(expected, reason=f"ranks have {counts} elements, and one device {expected.count}")
-    compared = ComparedOutput(expected, whole)
-    if whole is possible[0] and len(shards) > 1 and compared.wrong(tolerance):
+    compared = ComparedOutput(expected, full_view)
+    if full_view is possible[0] and len(shards) > 1 and compared.wrong(tolerance):
         size = tolerance * max(expected.norm, *(shard.norm for shard in shards.values()))
         sums = [shard.sum for shard in shards.values()]
         numbers = [len(at[rank].seen) for rank in shards]
@@ -485,8 +479,8 @@ def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) ->
     return compared
 
 
-def told_outputs(difference: FirstDifference) -> str:
-    """Name the first module whose outputs differ at the step of a wrong gradient; "" if that is unknown.
+def describe_outputs(difference: FirstDifference) -> str | None:
+    """Name the first module whose outputs differ at the step of a wrong gradient; None if that is unknown.
 
     A module whose outputs also differed at an earlier step, when all gradients were right, proves nothing.
     """
@@ -496,10 +490,10 @@ def told_outputs(difference: FirstDifference) -> str:
         outputs = compared_output(difference.aligned, step, name, tolerance)
         return outputs, outputs.wrong(tolerance), tolerance
 
-    if difference.quantity != "gradient" or difference.others_seen:
-        return ""
+    if difference.quantity != "gradient" or difference.saw_other_samples:
+        return None
     equal, mismatches, skipped = [], [], 0
-    for name in difference.aligned.one.modules:
+    for name in difference.aligned.reference.modules:
         outputs, off, tolerance = compared(difference.step, name)
         unknown = outputs.reason or math.isinf(tolerance)
         if unknown or (off and any(compared(earlier, name)[1] for earlier in range(difference.step))):
@@ -516,13 +510,13 @@ def told_outputs(difference: FirstDifference) -> str:
         ratio = ratio_of(outputs.by_rank[rank], outputs.expected)
         factor = f"; norm x {ratio:.5g}" if ratio is not None and abs(ratio - 1) > 1e-3 else ""
         location = f"{module_name(name)}, on {named(off)} ({outputs.deviation(rank)}{factor})"
-        others = f"; {message}" * bool(equal) + not_compared
-        return f"forward: the first output that differs is that of {location}{others}"
+        clause = f"; {message}" if equal else ""
+        return f"forward: the first output that differs is that of {location}{clause}{not_compared}"
     if equal:
         complete = "" in equal and not skipped
         so = ", so the error is in the loss, the backward pass or a reduction" if complete else ""
         return f"forward: {message}{so}{not_compared}"
-    return ""
+    return None
 
 
 def module_name(name: str) -> str:

@@ -66,7 +66,7 @@ def assert_script_scales(
         ValueError: an argument is not valid.
     """
     size, words = _checked(ranks, script, arguments, size, steps, timeout)
-    # Here, because it imports torch, which this process may do without until it has a gate to run.
+    # Here, because most processes of pytest have no script to run, and the modules take time to import.
     from mgpu_check.compare.comparison import ComparisonPlan, compare
 
     single, several = (

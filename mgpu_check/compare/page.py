@@ -18,7 +18,7 @@ from mgpu_check.compare.alignment import QUANTITIES, Aligned, Deviation, Quantit
 from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.compare.first_difference import compared_output, module_name, ratio_of
 from mgpu_check.compare.reports import TENSORS
-from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.rounding import COMPARED, Rounding
 from mgpu_check.compare.trace import OutputSummary, State, TensorSummary
 from mgpu_check.diagnosis.registry import known_mistake
 from mgpu_check.processes.rank_lists import grouped, named
@@ -117,7 +117,7 @@ def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None)
     def cells(by_step: Sequence[Sequence[Mapping[int, _Value]]], rank: int) -> list[DifferenceCell]:
         return [_cell([tensor[rank] for tensor in tensors], measured) for tensors in by_step]
 
-    for module, names in joined({name: name.split(".") for name in aligned.one.modules}).items():
+    for module, names in joined({name: name.split(".") for name in aligned.reference.modules}).items():
         outputs = [[_output(aligned, rounding, step - 1, name) for name in names] for step in steps]
         for rank, rows in by_rank.items():
             rows["forward"][f"output of {module}"] = cells(outputs, rank)
@@ -186,18 +186,17 @@ def _cell(values: Sequence[_Value], measured: bool) -> DifferenceCell:
 
 
 def _loss(aligned: Aligned, rounding: Rounding | None, step: int) -> _Value:
-    one, mean, _ = aligned.losses(step)
+    expected, mean, _ = aligned.losses(step)
     tolerance = 1.0 if rounding is None else rounding.of_loss(step)
-    if one is None or mean is None or not math.isfinite(tolerance):
+    if expected is None or mean is None or not math.isfinite(tolerance):
         return _MISSED, "the mean loss: not compared"
-    excess = abs(mean - one) / (abs(one) or 1.0) / tolerance
+    excess = abs(mean - expected) / (abs(expected) or 1.0) / tolerance
     counted = f"; {excess:.3g} tolerances of {tolerance:.2g}" if rounding is not None and excess else ""
-    return excess, f"the mean loss: {mean:.7g} instead of {one:.7g}{counted}"
+    return excess, f"the mean loss: {mean:.7g} instead of {expected:.7g}{counted}"
 
 
 def _tensor(aligned: Aligned, rounding: Rounding | None, step: int, quantity: Quantity, name: str) -> dict[int, _Value]:
-    """Return the value of a tensor on each rank: how many tolerances it deviates, and its numbers in words."""
-    expected, by_rank = aligned.found(step, quantity, name)
+    expected, by_rank = aligned.values_of(step, quantity, name)
     tolerance = 1.0 if rounding is None else rounding.tolerance(step, quantity, name)
     shape, label = aligned.parameter(name).shape, TENSORS[quantity].format(name)
     values_by_summary: dict[TensorSummary | None, _Value] = {}  # most ranks hold the same values
@@ -219,7 +218,6 @@ def _tensor(aligned: Aligned, rounding: Rounding | None, step: int, quantity: Qu
 
 
 def _output(aligned: Aligned, rounding: Rounding | None, step: int, name: str) -> dict[int, _Value]:
-    """Return the value of a module's outputs on each rank."""
     tolerance = 1.0 if rounding is None else rounding.of_output(step, name)
     compared = compared_output(aligned, step, name, tolerance)
     reason = compared.reason or ("rounding hides everything" if math.isinf(tolerance) else "the rank has no part of it")
@@ -250,9 +248,6 @@ def _excess(
     return excess, "; ".join(words)
 
 
-_QUANTITIES: tuple[Quantity, ...] = ("gradient", "parameter")
-
-
 def curves(done: ScriptComparison) -> dict[str, list[Any]]:
     """Return losses and largest deviations of gradients and parameters, with one entry per step.
 
@@ -272,9 +267,9 @@ def curves(done: ScriptComparison) -> dict[str, list[Any]]:
 
 def _largest(done: ScriptComparison, aligned: Aligned, step: int) -> tuple[float, float | None]:
     largest, excess = 0.0, None if done.rounding is None else 0.0
-    for quantity in _QUANTITIES:
+    for quantity in COMPARED:
         for name in aligned.names:
-            expected, by_rank = aligned.found(step, quantity, name)
+            expected, by_rank = aligned.values_of(step, quantity, name)
             shape = aligned.parameter(name).shape
             size = max((deviation(value, expected, shape).size for value in by_rank.values()), default=0.0)
             largest = max(largest, size)
@@ -326,7 +321,6 @@ def write_json(path: Path, done: ScriptComparison) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """Return the value with null for numbers that are not finite, as JSON needs."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -340,7 +334,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _RANKS = 16  # more curves of single ranks would not be readable
 
 
-def write_page(path: Path, done: ScriptComparison, reference: str = "one device") -> None:
+def write_page(path: Path, done: ScriptComparison, reference: str) -> None:
     """Write the verdict, its likely causes, the curves, where the runs differ, and the compared tensors.
 
     Requires the extra, see `pages.require`. `reference`: name of the run that the other run is compared with.

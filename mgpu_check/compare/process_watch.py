@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.compare.trace import Writer
+from mgpu_check.processes import collective_records
 from mgpu_check.torch_hooks.patches import Patches, around
 
 _NUMBER = struct.Struct("=Q")
@@ -35,7 +36,6 @@ def install_count(fd: int) -> Callable[[], None]:
         A function that also records the operations that the C++ reducer of DistributedDataParallel has entered so far.
     """
     from mgpu_check.engine.rank_side.state import operations
-    from mgpu_check.processes import collective_records
     from mgpu_check.torch_hooks import collectives
 
     collectives.recorder.attach(fd)
@@ -55,15 +55,13 @@ def entered(fd: int) -> tuple[int, int]:
         of DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each is
         0 until the process has written it.
     """
-    from mgpu_check.processes import collective_records
-
     data = os.pread(fd, collective_records.SIZE + _NUMBER.size, 0)
     number = data[collective_records.SIZE :]
     return (_NUMBER.unpack(number)[0] if number else 0), collective_records.parse(data[: collective_records.SIZE]).total
 
 
-# init_process_group calls one of these first. They are replaced instead of it, because the script may have imported it
-# by name.
+# init_process_group calls one of these first (torch/distributed/distributed_c10d.py, torch 2.13). They are replaced
+# instead of it, because the script may have imported it by name.
 _IN_MAKING_A_GROUP = ("rendezvous", "_new_process_group_helper")
 _HOME = str(Path(__file__).parents[2])
 
@@ -75,7 +73,9 @@ def install_watch(fd: int) -> None:
 
 
 def _with_watch(fd: int, launch: Any, self: Any, process: Any) -> Any:
-    added = _HOME not in sys.path  # sys.path is sent to the process, which must be able to import this module
+    # sys.path is sent to the process, which must be able to import this module: Lib/multiprocessing/spawn.py,
+    # get_preparation_data, Python 3.11.
+    added = _HOME not in sys.path
     if added:
         sys.path.append(_HOME)
     try:
@@ -86,7 +86,7 @@ def _with_watch(fd: int, launch: Any, self: Any, process: Any) -> Any:
 
 
 class _Watched:
-    """Replaces a process object while it is pickled."""
+    """Replaces a process object while it is pickled: `_with_watch` makes it; the new process calls `_arrived`."""
 
     def __init__(self, process: Any, fd: int) -> None:
         self._process, self._fd = process, fd

@@ -73,20 +73,6 @@ def fitted(words: Sequence[str], world: int) -> list[str]:
     return [_EXPRESSION.sub(lambda match: _value(match[1], world), word) for word in words]
 
 
-def accepted(text: str) -> tuple[str, str]:
-    """Return the pattern and the reason in an option ``--unjudged='PATTERN=reason'``.
-
-    Raises:
-        ValueError: the pattern or the reason is missing.
-    """
-    pattern, _, reason = (piece.strip() for piece in text.partition("="))
-    if not pattern or not reason:
-        raise ValueError(
-            f"{text!r} lacks a pattern or a reason; give PATTERN=reason, as in 'head.*=frozen after step 1'"
-        )
-    return pattern, reason
-
-
 def _value(text: str, world: int) -> str:
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body, world)
@@ -122,12 +108,6 @@ def _evaluate(node: ast.expr, world: int) -> Fraction:
 _TIMEOUT = 5.0  # seconds; a killed process normally ends at once
 
 
-def adopt() -> set[int]:
-    """Let orphans become children of this process from now on, and return the pids of its present children."""
-    child_processes.adopt_orphans()
-    return set(children())
-
-
 def end_orphans(before: set[int]) -> None:
     """End every child of this process that is not in `before`. Their children become orphans, and are ended in turn."""
     deadline = time.monotonic() + _TIMEOUT
@@ -145,22 +125,20 @@ _TAIL = 8192
 _HERE = Path(__file__).parents[1]
 _WAITING = ("stopped", "alone", "starts")  # after these events a process waits to be ended
 
-How = Literal["finished", "stopped", "failed", "killed", "hung"]
-"""How a process ended; see `Ended`."""
+ExitReason = Literal["finished", "stopped", "failed", "killed", "hung"]
 
 
 @dataclass
-class Ended:
+class ProcessResult:
     """One process of a run after its end."""
 
     rank: int
     exit_code: int | None  # as in `subprocess`; None if the runner ended the process
     # "finished"; "stopped" at the last requested step; "failed", with its own exit code; "killed", because another rank
     # had failed; "hung". A signal that ends the interpreter after the end of the script does not count as a failure.
-    how: How
+    how: ExitReason
     trace: Trace | None
-    # stdout, stderr: the last lines
-    stdout: str
+    stdout: str  # its last lines
     stderr: str
     location: Location | None = None  # where the process waited when it hung
 
@@ -187,14 +165,13 @@ class Ended:
 
 @dataclass
 class ScriptRun:
-    """All processes of a run, in rank order."""
+    """All processes of a run, in rank order; `run` returns it when all of them have ended."""
 
     label: str
-    ranks: list[Ended]
+    ranks: list[ProcessResult]
     seconds: float
     failed_rank: int | None  # the rank that failed or hung first; None if all ranks finished or were stopped
-    # the temporary directory of the run, removed by now; None if it ran in the current directory
-    directory: Path | None = None
+    directory: Path | None = None  # of the run alone, removed by now; None if it ran in the current directory
 
     def shown(self, file: str) -> str:
         """Return the name of a file for reports, relative to the directory of the run if it is inside."""
@@ -206,7 +183,7 @@ class ScriptRun:
         return any(ended.has(event) for ended in self.ranks)
 
     @property
-    def failed(self) -> Ended | None:
+    def failed(self) -> ProcessResult | None:
         return None if self.failed_rank is None else self.ranks[self.failed_rank]
 
     @property
@@ -215,7 +192,11 @@ class ScriptRun:
 
 
 class _RecordedProcess:
-    """A recorded process and the files that it writes."""
+    """A recorded process and the files that it writes.
+
+    `run` starts it with its environment, looks at its trace while it lives, and kills it. After `ended` has read the
+    files, `run` closes them.
+    """
 
     def __init__(
         self,
@@ -258,7 +239,8 @@ class _RecordedProcess:
     def failed(self) -> bool:
         """Return whether the process has ended, and the script failed."""
         code = self.process.returncode
-        # An interpreter that exits with a process group may abort, because torch's threads and destructors race.
+        # An interpreter that exits with a process group may abort: a thread of gloo that drops a tensor takes the GIL
+        # while the interpreter is torn down (pytorch/pytorch#179291, pytorch/pytorch#190489).
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
 
     def where(self) -> Location | None:
@@ -285,10 +267,10 @@ class _RecordedProcess:
         for event in trace.of("temporary") if trace else ():
             shutil.rmtree(event["directory"], ignore_errors=True)
 
-    def ended(self, hung: bool) -> Ended:
+    def ended(self, hung: bool) -> ProcessResult:
         trace = self.recorded
         code = None if self.killed else self.process.returncode
-        how: How
+        how: ExitReason
         if code is not None:
             how = "failed" if self.failed() else "finished"
         elif trace is not None and any(trace.of(event) for event in _WAITING):
@@ -297,11 +279,10 @@ class _RecordedProcess:
             how = "hung" if hung else "killed"
         written = (_content(file, _TAIL).decode(errors="replace") for file in (self.stdout, self.stderr))
         stdout, stderr = ("\n".join(text.strip().splitlines()[-12:]) for text in written)
-        return Ended(self.rank, code, how, trace, stdout, stderr, self.location)
+        return ProcessResult(self.rank, code, how, trace, stdout, stderr, self.location)
 
 
 def _content(file: IO[bytes], last: int) -> bytes:
-    """Return the last `last` bytes of a file, or all of it if `last` is 0."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, max(0, size - last) if last else 0)
 
@@ -342,7 +323,8 @@ def run(
         "apart": distinct,
     }
     processes: list[_RecordedProcess] = []
-    before = adopt()
+    child_processes.adopt_orphans()  # orphans become children of this process from now on
+    before = set(children())
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
         settings["store"] = listener.getsockname()
@@ -368,7 +350,10 @@ def run(
 
 @contextlib.contextmanager
 def _store(listener: socket.socket, world: int) -> Iterator[None]:
-    """Hold the store where ranks meet, as torchrun's agent does: no rank must bind a port then."""
+    """Hold the store where ranks meet, as torchrun's agent does: no rank must bind a port then.
+
+    A store of rank 0 would end with rank 0, while others still use it (pytorch/pytorch#128096).
+    """
     import torch.distributed as dist
 
     port = listener.getsockname()[1]
@@ -394,7 +379,8 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int,
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     variables[PLACE] = f"{rank}/{world}"
-    variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun for several ranks; also on one device, to sum alike
+    # As for several ranks (torch/distributed/run.py, config_from_args, torch 2.13); also on one device, to sum alike.
+    variables.setdefault("OMP_NUM_THREADS", "1")
     # For CUDA's libraries, independent of settings in the script: no TF32, and an order of sums that does not depend on
     # the stream.
     variables.setdefault("NVIDIA_TF32_OVERRIDE", "0")
@@ -439,7 +425,6 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
 
 
 def _look(processes: Sequence[_RecordedProcess]) -> None:
-    """Set the location of each process from its stacks."""
     # The number of its threads that block the signal is larger while threads write their stacks.
     waiting = {process: held_back(process.process.pid, STACKS_SIGNAL) for process in processes}
     for process in processes:
@@ -523,7 +508,6 @@ def _inside(entry: os.DirEntry[str]) -> list[os.DirEntry[str]] | None:
 
 
 def _entries(directory: str | Path) -> list[os.DirEntry[str]] | None:
-    """Return the entries of a directory; None if it is unreadable or has many."""
     try:
         with os.scandir(directory) as scan:
             entries = list(itertools.islice(scan, _ENTRIES + 1))

@@ -8,7 +8,7 @@ from mgpu_check.compare import first_difference
 from mgpu_check.compare.alignment import QUANTITIES, Aligned, Quantity, of_quantity
 from mgpu_check.compare.comparability import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, other_options
-from mgpu_check.compare.processes import Ended, ScriptRun
+from mgpu_check.compare.processes import ProcessResult, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few, named
@@ -26,7 +26,7 @@ def refusal(reason: str, todo: Sequence[str] = ()) -> Report:
     return Report(f"not comparable: {reason}", remarks=_todo(todo))
 
 
-def failed_run(run: ScriptRun, failed: Ended, one_device: bool) -> Report:
+def failed_run(run: ScriptRun, failed: ProcessResult, one_device: bool) -> Report:
     """Return the report of a run that failed or hung."""
     location = "on one device" if one_device else f"on {len(run.ranks)} ranks"
     outcome = "not comparable" if one_device else "differs"
@@ -37,7 +37,7 @@ def failed_run(run: ScriptRun, failed: Ended, one_device: bool) -> Report:
     return Report(f"{outcome}: {location} the script {verb}: {failed}", remarks=remarks)
 
 
-def no_steps(run: ScriptRun, silent: Sequence[Ended]) -> Report:
+def no_steps(run: ScriptRun, silent: Sequence[ProcessResult]) -> Report:
     """Return the report of a run in which the processes `silent` ended without an optimizer step."""
     location = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [
@@ -83,11 +83,11 @@ def starts_without_numbers(aligned: Aligned) -> Report:
 
 def names_apart(aligned: Aligned) -> Report:
     """Return the report of runs that have no trained parameter in common."""
-    unread = {event["name"]: event["type"] for event in aligned.one.of("unread") if not event["of"]}
-    if unread and aligned.one.parameters.keys() <= unread.keys():
+    unread = {event["name"]: event["type"] for event in aligned.reference.of("unread") if not event["of"]}
+    if unread and aligned.reference.parameters.keys() <= unread.keys():
         kinds = few(sorted(set(unread.values())), 3)
         return refusal(f"compare cannot read the values of the trained parameters, whose type is {kinds}")
-    on_reference, on_rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
+    on_reference, on_rank = (few(list(trace.parameters), 3) for trace in (aligned.reference, aligned.ranks[0]))
     headline = "the ranks train no parameter with the name and shape of a parameter that one device trains"
     remarks = [f"one device trains {on_reference}; rank 0 trains {on_rank}"]
     remarks += [f"{name}: {reason}" for name, reason in aligned.reasons.items()]
@@ -125,7 +125,7 @@ def nothing_tells(aligned: Aligned, useful: int) -> Report:
     subject = "gradients" if useful == 0 else "every parameter"
     since = "from the first step on" if useful == 0 else f"within {useful} steps"
     reason = f"{since}, rounding alone changes {subject} so much that it would hide even a factor of two"
-    if low := narrow(aligned.one):
+    if low := narrow(aligned.reference):
         return refusal(f"{reason}: {low}", [FLOAT32])
     return refusal(reason, ["compare fewer steps, with a smaller learning rate"])
 
@@ -142,23 +142,22 @@ def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful:
         extent = f"steps 1 to {steps}" if steps > 1 else "step 1"
         end = "; later values are not finite"
         remarks.insert(0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: later steps are not compared")
-    count, total = len(compared), len(aligned.one.parameters)
+    count, total = len(compared), len(aligned.reference.parameters)
     trained = f"{total if count == total else f'{count} of {total}'} parameter{'s' * (total > 1)}"
     subject = f"{extent} on {aligned.where} train{'s' * (extent == 'step 1')}"
     return Report(f"equal: {subject} the same {trained} as on one device, within rounding{end}", remarks=remarks)
 
 
 def undecided(
-    aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], remaining: str, idle: Sequence[str]
+    aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], remaining: str | None, idle: Sequence[str]
 ) -> Report:
     """Return the report of runs without a difference whose verdict is open.
 
     Either some tensors were neither compared nor accepted with --unjudged, or a pattern of --unjudged accepts nothing.
     If both hold, the report names the first reason.
 
-    `useful`, `lines`: see `equal`. `remaining`: a clause about the tensors that were neither compared nor accepted; ""
-    if there are none. `idle`: the patterns of --unjudged that match no uncompared tensor; not empty if `remaining` is
-    "".
+    `useful`, `lines`: see `equal`. `remaining`: a clause about the tensors that were neither compared nor accepted, if
+    there are any. `idle`: the patterns of --unjudged that match no uncompared tensor; not empty without `remaining`.
     """
     reason, accepting = remaining, "accept what was not compared with --unjudged='PATTERN=reason'"
     todo = f"build the model from one seed on one device and on the ranks; or {accepting}"
@@ -170,7 +169,7 @@ def undecided(
 
 def step_counts_apart(aligned: Aligned, counts: Sequence[int]) -> Report:
     """Return the report of ranks whose number of steps differs from one device."""
-    reference_count = len(aligned.one.steps)
+    reference_count = len(aligned.reference.steps)
     numbers = sorted(set(counts))
     extent = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     equal = f"the {aligned.steps} common steps are equal"
@@ -199,11 +198,11 @@ def differs(difference: FirstDifference, diagnosis: Diagnosis, ratio: float | No
         diagnosis.findings,
         [*remarks, *diagnosis.failed],
         known=[line for line in (diagnosis.of_slices, diagnosis.outputs) if line],
-        axes=diagnosis.axes,
+        axes=diagnosis.axes or "",
     )
 
 
-def last_words(ended: Ended) -> list[str]:
+def last_words(ended: ProcessResult) -> list[str]:
     """Return the last lines that a rank wrote: they may explain why it ended."""
     lines: list[str] = []
     for stream, text in (("stderr", ended.stderr), ("stdout", ended.stdout)):
@@ -214,8 +213,7 @@ def last_words(ended: Ended) -> list[str]:
 
 
 def _not_finite(aligned: Aligned) -> str:
-    """Name the first tensor that is not finite on one device."""
-    step = aligned.one.steps[aligned.compared]
+    step = aligned.reference.steps[aligned.compared]
     return next(
         f"{TENSORS[quantity].format(name)} is not finite (its norm is {summary.norm:g})"
         for quantity in QUANTITIES
@@ -228,7 +226,7 @@ def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> Iterator[str]:
     """Report the tensors that rounding masks within the first `steps` steps."""
     phrases: dict[Quantity, str] = {"gradient": "the gradients of", "parameter": "the updated values of"}
     for quantity, phrase in phrases.items():
-        since = {name: rounding.drowned(steps, quantity, name) for name in aligned.held}
+        since = {name: rounding.drowned(steps, quantity, name) for name in aligned.whole_parameters}
         masked = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
         if masked:
             subject = f"rounding alone changes {phrase} {few(masked, 5)}"
@@ -244,9 +242,8 @@ def _said(difference: FirstDifference, ratio: float | None) -> str:
         return f"{tensor.format(difference.differing[difference.quantity][0])} differs between ranks"
     location = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where
     times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "different"
-    disagree = main.name in difference.differing[difference.quantity]
-    agree = "; the ranks disagree" if disagree else "; the ranks agree with each other"
-    agree = "" if len(main.ranks) < 2 else agree
+    agree = "agree with each other" if main.name not in difference.differing[difference.quantity] else "disagree"
+    agree = f"; the ranks {agree}" if len(main.ranks) > 1 else ""
     return f"{tensor.format(main.name)} is {times} on {location} ({main.worst}){agree}"
 
 
@@ -255,12 +252,12 @@ def _todo(lines: Sequence[str]) -> list[str]:
 
 
 def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> Iterator[str]:
-    """Yield remarks about runs that agree."""
     steps = range(aligned.compared)
     if useful < aligned.compared:
         yield f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
     yield from _drowned(aligned, rounding, useful)
-    yield from filter(None, [first_difference.remark(aligned, rounding)])
+    if reduced := first_difference.remark(aligned, rounding):
+        yield reduced
     for event in aligned.ranks[0].of("cut"):
         subject = f"no gradient flows through {event['call']}, on ranks and on one device"
         yield f"{subject}: the loss takes the tensors of other ranks for constants"
@@ -271,22 +268,24 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> Iterator[str]:
     for step in steps:
         samples = aligned.samples(step)
         alike = samples.same or samples.hidden
-        if samples.known and not alike and any(samples_of_rank != samples.one for samples_of_rank in samples.ranks):
+        if samples.known and not alike and any(own != samples.reference for own in samples.ranks):
             yield (
-                f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are also on "
-                "the ranks, although gradients and parameters agree: are some samples padded, or counted twice?"
+                f"at step {step + 1} {samples.common} of the {samples.reference.total()} samples of one device are "
+                "also on the ranks, although gradients and parameters agree: are some samples padded, or counted twice?"
             )
             break
     for step in steps:
-        one, mean, _ = aligned.losses(step)
-        if one is None or mean is None:
+        expected, mean, _ = aligned.losses(step)
+        if expected is None or mean is None:
             continue
         # The script may divide gradients, and not losses, by the number of micro-batches.
         counts = {len(trace.steps[step].losses) for trace in aligned.ranks}
-        times = (1.0, len(aligned.one.steps[step].losses) / max(counts)) if len(counts) == 1 and max(counts) else (1.0,)
-        if not any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):
+        count = max(counts) if len(counts) == 1 else 0
+        times = (1.0, len(aligned.reference.steps[step].losses) / count) if count else (1.0,)
+        if not any(abs(factor * mean - expected) <= rounding.of_loss(step) * abs(expected) for factor in times):
             yield (
                 f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} "
-                f"instead of {one:.7g}), although gradients and parameters agree: the logged loss is scaled differently"
+                f"instead of {expected:.7g}), although gradients and parameters agree: the logged loss is scaled "
+                "differently"
             )
             break

@@ -19,6 +19,8 @@ from mgpu_check.compare.trace import Parameter, Trace
 from mgpu_check.processes.rank_lists import few
 
 _WINDOW = 8  # steps: the few numbers of a small tensor may agree by chance at one step, but not at all of these
+COMPARED: tuple[Quantity, ...] = ("gradient", "parameter")
+"""The quantities that every script has at each step."""
 _USELESS = 0.5  # a wider tolerance would accept even a factor of two
 
 
@@ -37,6 +39,9 @@ def roundoff(dtype: str) -> float:
 class Rounding:
     """The tolerance of each tensor of each step, relative to the tensor.
 
+    `verdict.measured` makes it from the runs on one device, and makes another one if further runs must decide. The
+    search for a difference and the reports ask it for tolerances.
+
     `reference`: the trace of the run on one device. `others`: traces of runs on one device that differ only by
     rounding: the perturbed one and the repeated one.
     """
@@ -51,7 +56,7 @@ class Rounding:
         self.margin = deviations(comparisons)
         self._grown: dict[tuple[Quantity, str], list[float]] = {}
         measured: dict[Quantity, Mapping[str, Parameter]] = {
-            **dict.fromkeys(_QUANTITIES, reference.parameters),
+            **dict.fromkeys(COMPARED, reference.parameters),
             "state": reference.states,
         }
         for quantity, entries in measured.items():
@@ -135,9 +140,6 @@ class Rounding:
         return steps
 
 
-_QUANTITIES: tuple[Quantity, ...] = ("gradient", "parameter")
-
-
 def _grown(spread: list[float]) -> list[float]:
     """Return, for each step, the largest deviation up to it or within the first `_WINDOW` steps.
 
@@ -181,7 +183,7 @@ def repeatability(reference: Trace, repeated: Trace) -> Repeat | None:
         if step.samples != repeated_step.samples:
             return Repeat(number, "the model received different samples, or in a different order")
         before = spread
-        for quantity in _QUANTITIES:
+        for quantity in COMPARED:
             for name in aligned.names:
                 pair = of_quantity(repeated_step, quantity).get(name), of_quantity(step, quantity).get(name)
                 size = deviation(*pair, reference.parameters[name].shape).size

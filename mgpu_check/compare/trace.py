@@ -195,8 +195,7 @@ class HeldSlice:
     mark: int  # a hash of the positions, modulo 2^64: the marks of slices that cover a tensor once add up to `all`
     all: int
     told: str  # the slice in words: "dim 0: 4 to 7 of 16"
-    # if the tensor is a statistic over dimensions that ranks divide, the part of them that the rank has
-    covers: str = ""
+    covers: str = ""  # of a statistic over dimensions that ranks divide: the part of them that the rank has
     share: float = 1.0  # the size of this part, relative to the whole dimensions
 
     @property
@@ -210,14 +209,13 @@ class Parameter:
     """A parameter of an optimizer."""
 
     name: str
-    # shape of the whole tensor; with a last dimension of 2 for the real and imaginary parts of complex numbers
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor; complex numbers have a last dimension of 2
     dtype: str
     device: str
     order: int  # its place among the parameters of the model
     sharded: bool = False  # it is a DTensor, and each rank may hold a part
     held: HeldSlice | None = None  # the slice that the trace summarizes; None for the whole tensor
-    unplaced: str = ""  # why its slice is unknown, if a place was searched for; "" otherwise
+    unplaced: str | None = None  # why its slice is unknown, if a place was searched for; None otherwise
     same_elsewhere: bool = False  # its values occur in several places
     over: tuple[str, ...] = ()  # the axes of the mesh that divide a DTensor
 
@@ -248,21 +246,17 @@ class Step:
     losses: list[float]  # the scalars that `backward` was called on since the previous step
     samples: list[list[int]]  # for each of these calls of `backward`, a hash of each sample that the model received
     columns: list[list[int]]  # the same along the second dimension of the inputs, which may also be the batch dimension
-    # parameter -> its value before this step; empty unless it is the first step of the optimizer
-    before: dict[str, TensorSummary]
+    before: dict[str, TensorSummary]  # parameter -> its value before the first step of the optimizer; else empty
     gradients: dict[str, TensorSummary | None]  # parameter -> its gradient before this step; None if it has no gradient
     parameters: dict[str, TensorSummary]  # parameter -> its value after this step
     idle: frozenset[str] = frozenset()  # parameters without a gradient whose modules have not been called so far
     # parameter -> the options of its group, such as "lr", and "optimizer", the class of the optimizer
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # states of the optimizer and all buffers after this step
-    states: dict[str, TensorSummary] = field(default_factory=dict)
+    states: dict[str, TensorSummary] = field(default_factory=dict)  # of the optimizer, and buffers, after this step
     # backward and reductions before this step, each with its line and the norms of the gradients after it
     calls: Sequence[tuple[str, Mapping[str, float]]] = ()
-    # module -> its outputs in the forward passes before this step
-    outputs: dict[str, OutputSummary] = field(default_factory=dict)
-    # for each of these calls, those of the first model, and of the first modules within it
-    inputs: Sequence[Sequence[Inputs]] = ()
+    outputs: dict[str, OutputSummary] = field(default_factory=dict)  # module -> its outputs before this step
+    inputs: Sequence[Sequence[Inputs]] = ()  # for each micro-batch, of the first model, and of modules within it
     labels: Sequence[float] = ()  # the number of labels that each cross-entropy since the previous step divides by
 
     @property
@@ -288,7 +282,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """The trace of one rank."""
+    """The trace of one rank: `read` makes it from the file of a finished process; `assembly` renames its tensors."""
 
     rank: int
     world: int
@@ -322,7 +316,10 @@ def write_all(fd: int, *chunks: bytes | memoryview) -> None:
 
 
 class Writer:
-    """Writes a trace to a file descriptor, each line in one write, so that the runner can follow the progress."""
+    """Writes a trace to a file descriptor, each line in one write, so that the runner can follow the progress.
+
+    The recorder of a process makes it, and writes until the process ends. Forked children write nothing.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd, self.pid = fd, os.getpid()
@@ -389,8 +386,8 @@ class _Reader:
             trace.events.append(event)
 
     def _step(self, event: Mapping[str, Any]) -> Step:
-        def named(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-            return {names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in values.items()}
+        def named(labels: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+            return {labels[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in values.items()}
 
         parameters, modules = self._parameters, list(self._trace.modules)
         states = named(self._states, event["states"])
@@ -408,7 +405,7 @@ class _Reader:
             frozenset(parameters[index] for index in event.get("idle", ())),
             self._options.get(event["optimizer"], {}),
             states | self._buffers,
-            [(told, {parameters[int(i)]: norm for i, norm in norms.items()}) for told, norms in event.get("calls", ())],
+            [(call, {parameters[int(i)]: norm for i, norm in norms.items()}) for call, norms in event.get("calls", ())],
             {modules[int(i)]: OutputSummary(*numbers) for i, numbers in event.get("outputs", {}).items()},
             inputs,
             event.get("labels", ()),
@@ -424,8 +421,7 @@ class _Reader:
 
 
 def _described(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Parameter` from an event."""
     keys = "name", "dtype", "device", "order", "sharded", "unplaced", "same_elsewhere"
-    held = HeldSlice(**event["held"]) if event["held"] else None
+    held_slice = HeldSlice(**event["held"]) if event["held"] else None
     own = {key: event[key] for key in keys}
-    return {**own, "shape": tuple(event["shape"]), "held": held, "over": tuple(event["over"])}
+    return {**own, "shape": tuple(event["shape"]), "held": held_slice, "over": tuple(event["over"])}

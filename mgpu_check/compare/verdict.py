@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import Aligned
@@ -26,8 +26,7 @@ from mgpu_check.compare.assembly import Assembly
 from mgpu_check.compare.comparability import account, left_over, not_compared
 from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, first_difference, with_rows_together
-from mgpu_check.compare.in_script.tape import STEPS, write_joint
-from mgpu_check.compare.processes import Ended, ScriptRun
+from mgpu_check.compare.processes import ProcessResult, ScriptRun
 from mgpu_check.compare.reports import last_words
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability
 from mgpu_check.compare.trace import Trace
@@ -41,7 +40,7 @@ Kind = Literal["equal", "differs", "not comparable", "undecided"]
 
 @dataclass(frozen=True)
 class ComparisonVerdict:
-    """The outcome of a comparison."""
+    """The outcome of a comparison: made here once its runs have ended, refined by a replay, and then reported."""
 
     kind: Kind
     report: Report
@@ -51,10 +50,8 @@ class ComparisonVerdict:
     ranks: tuple[int, ...] = ()  # the ranks on which it is wrong
     ratio: float | None = None  # its norm relative to one device
     compared: int = 0  # number of steps that were compared and are equal
-    # trained parameter, state or buffer that was not compared -> the reason
-    not_compared: Mapping[str, str] = field(default_factory=dict)
-    # not comparable, because one device was given other samples, random numbers or parameters
-    inputs_differ: bool = False
+    not_compared: Mapping[str, str] = field(default_factory=dict)  # trained parameter, state or buffer -> the reason
+    inputs_differ: bool = False  # not comparable: one device was given other samples, random numbers or parameters
     replayed: bool = False  # one device was given the inputs of the ranks
 
 
@@ -73,7 +70,7 @@ def refused_with(report: Report, compared: int = 0) -> ComparisonVerdict:
     return ComparisonVerdict("not comparable", report, compared=compared)
 
 
-def of_failure(run: ScriptRun, failed: Ended, one_device: bool) -> ComparisonVerdict:
+def of_failure(run: ScriptRun, failed: ProcessResult, one_device: bool) -> ComparisonVerdict:
     """Return the verdict on a run that failed or hung."""
     reached = min(ended.steps for ended in run.ranks)
     report = reports.failed_run(run, failed, one_device)
@@ -106,7 +103,7 @@ def verdict_of(
     if steps == 0:
         return refused_with(reports.starts_without_numbers(aligned))
     counts = [len(trace.steps) for trace in aligned.ranks]
-    if any(count != len(aligned.one.steps) for count in counts):
+    if any(count != len(aligned.reference.steps) for count in counts):
         report = reports.step_counts_apart(aligned, counts)
         return ComparisonVerdict("differs", report, step=aligned.steps + 1, compared=steps)
     return _of_equal(aligned, rounding, unjudged)
@@ -115,18 +112,18 @@ def verdict_of(
 def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> ComparisonVerdict:
     """Judge runs without a difference: whether the comparison was significant, and complete."""
     steps = aligned.compared
-    if not aligned.held:
+    if not aligned.whole_parameters:
         return refused_with(reports.names_apart(aligned))
     if nothing := _says_nothing(aligned):
         return nothing
     useful = rounding.useful_until(steps)
-    compared = [name for name in aligned.held if rounding.drowned(useful, "parameter", name) is None]
+    compared = [name for name in aligned.whole_parameters if rounding.drowned(useful, "parameter", name) is None]
     if useful == 0 or not compared:
         return refused_with(reports.nothing_tells(aligned, useful), steps)
     missed = not_compared(aligned, rounding)
     remaining, lines, idle = account(missed, unjudged)
     if remaining or idle:
-        clause = left_over(aligned, remaining) if remaining else ""
+        clause = left_over(aligned, remaining) if remaining else None
         report = reports.undecided(aligned, rounding, useful, lines, clause, idle)
         return ComparisonVerdict("undecided", report, compared=steps, not_compared=missed)
     report = reports.equal(aligned, rounding, compared, useful, lines)
@@ -136,12 +133,13 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
 def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:
     """Return a refusal if all gradients are zero or samples differ, so that agreement proves nothing."""
     steps = range(aligned.compared)
-    gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
+    compared_steps = aligned.reference.steps[: aligned.compared]
+    gradients = [step.gradients.get(name) for step in compared_steps for name in aligned.whole_parameters]
     if not any(gradient is not None and gradient.norm for gradient in gradients):
         return refused_with(reports.nothing_learned(len(steps)), len(steps))
     for step in steps:
         samples = aligned.samples(step)
-        reference_count, together = samples.one.total(), samples.together.total()
+        reference_count, together = samples.reference.total(), samples.together.total()
         if samples.known and samples.common < reference_count / 2 and not samples.hidden:
             report = reports.not_the_same_samples(step, samples.common, reference_count, together)
             return replace(refused_with(report, len(steps)), inputs_differ=True)
@@ -181,26 +179,26 @@ def measured(aligned: Aligned, others: Sequence[Trace], further: Callable[[int],
     """
     traces = [*others]
     for seed in FURTHER:
-        rounding = Rounding(aligned.one, traces)
+        rounding = Rounding(aligned.reference, traces)
         difference = first_difference(aligned, rounding)
         if difference is None or not _is_doubtful(difference):
             return rounding
         run = further(seed)
-        if run.failed or len(run.traces[0].steps) < len(aligned.one.steps):
+        if run.failed or len(run.traces[0].steps) < len(aligned.reference.steps):
             return rounding
         traces.append(run.traces[0])
-    return Rounding(aligned.one, traces)
+    return Rounding(aligned.reference, traces)
 
 
 def _is_doubtful(difference: FirstDifference) -> bool:
     quantity, step = difference.quantity, difference.step
     if quantity is None or quantity == "before":
         return False
-    tolerance, wrong = difference.rounding.tolerance, difference.mismatches[quantity]
-    excess = [entry.worst.size / tolerance(step, quantity, entry.name) for entry in wrong]
+    tolerance, mismatches = difference.rounding.tolerance, difference.mismatches[quantity]
+    excess = [entry.worst.size / tolerance(step, quantity, entry.name) for entry in mismatches]
     if not all(map(math.isfinite, excess)):
         return False
-    named = {*difference.differing[quantity], *(entry.name for entry in wrong)}
+    named = {*difference.differing[quantity], *(entry.name for entry in mismatches)}
     few = 2 * len(named) < len(difference.aligned.named(quantity))
     return (few and quantity == "parameter") or max(excess, default=0.0) < _SURE
 
@@ -223,7 +221,7 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
             continue
         indices = [set(epoch["indices"]) for epoch in epochs]
         length, head = epochs[0]["length"], indices[0]
-        message = ""
+        message = None
         if length > 1 and all(len(own) > _WHOLE * length for own in indices):
             fewest = min(map(len, indices))
             message = f"in an epoch each of the {world} ranks gets {fewest} of {length} samples of the dataset"
@@ -271,7 +269,6 @@ def _share_data(epochs: Sequence[dict[str, Any]]) -> bool:
 
 
 def _loaders(ranks: Sequence[Trace]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each loader that all ranks have listed, with its number."""
     for number, epochs in enumerate(zip(*(trace.of("epoch") for trace in ranks), strict=False), 1):
         if all(epoch["indices"] for epoch in epochs):
             yield number, list(epochs)
@@ -281,12 +278,6 @@ _REMEDY = (
     "do: at these lines, use tensors with an entry for each sample, or the same values on all ranks; or let one device "
     "get the data of all ranks by itself"
 )
-
-
-class RunOneDevice(Protocol):
-    """Runs the script on one device."""
-
-    def __call__(self, label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun: ...
 
 
 @dataclass(frozen=True)
@@ -305,7 +296,7 @@ def replayed(
     tapes: Sequence[int],
     steps: int | None,
     unjudged: Mapping[str, str],
-    run: RunOneDevice,
+    run: Callable[..., ScriptRun],
 ) -> Replay:
     """Replay the ranks on one device, and judge the runs.
 
@@ -315,9 +306,13 @@ def replayed(
         assembly: the traces of the ranks.
         tapes: what the ranks were given, one file for each.
         steps: see `mgpu_check.compare.comparison.ComparisonPlan`.
+        run: runs the script on one device.
     """
+    # It imports torch, which other comparisons do without.
+    from mgpu_check.compare.in_script.tape import STEPS, write_joint
+
     ranks = assembly.ranks
-    if assembly.divided or assembly.open:
+    if assembly.divided or assembly.may_hold_slices:
         return _none(refused, "the ranks hold parts of the model")
     counts = {len(step.losses) for trace in ranks for step in trace.steps[:1]}
     own = len(reference.steps[0].losses)
@@ -351,7 +346,7 @@ def replayed(
         replay = judged("replaying the ranks")
         if replay.aligned is None:
             return replay
-        trace = replay.aligned.one
+        trace = replay.aligned.reference
         if replay.verdict.kind == "differs" and trace.of("ambiguous"):
             turned = judged("replaying the ranks, with rows in another order", turned=True)
             replay = turned if turned.verdict.kind == "equal" else replay

@@ -27,17 +27,9 @@ def visible_devices() -> list[Device]:
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        devices.append(
-            Device(
-                index=index,
-                name=properties.name,
-                memory=properties.total_memory,
-                capability=(properties.major, properties.minor),
-                uuid=str(getattr(properties, "uuid", "")),
-                mask=_mask(),
-                pci=_pci(properties),
-            )
-        )
+        uuid, capability = str(getattr(properties, "uuid", "")), (properties.major, properties.minor)
+        memory: int = properties.total_memory
+        devices.append(Device(index, properties.name, memory, capability, uuid, _mask(), _pci(properties)))
     return devices
 
 
@@ -59,7 +51,7 @@ class Inventory:
     """The devices of a machine, and the state of its driver."""
 
     devices: tuple[Device, ...]  # the visible GPUs; empty if there is trouble
-    trouble: str = ""  # why the GPUs cannot be used, and the remedy, in lines; "" if nothing is wrong
+    trouble: str | None = None  # why the GPUs cannot be used, and the remedy, in lines; None if nothing is wrong
     # the environment variable that selects the visible GPUs for this machine's driver
     mask: str = "CUDA_VISIBLE_DEVICES"
 
@@ -78,11 +70,12 @@ def take_inventory() -> Inventory:
         return Inventory(devices, mask=mask)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type != "cuda":
-        what = f"the accelerator that torch {torch.__version__} has here is {accelerator.type!r}"
-        return Inventory((), f"{what}: mgpu-check runs on GPUs by CUDA or ROCm, and in software")
-    # Without NVML, torch reports a driver that fails to initialize as no GPU at all.
+        accelerator_text = f"the accelerator that torch {torch.__version__} has here is {accelerator.type!r}"
+        return Inventory((), f"{accelerator_text}: mgpu-check runs on GPUs by CUDA or ROCm, and in software")
+    # Without NVML, torch reports a driver that fails to initialize as no GPU at all (torch/cuda/__init__.py,
+    # device_count, torch 2.13).
     sick = torch.version.cuda is not None and _driver_code() not in (None, *_NO_DEVICE)
-    return Inventory((), _trouble("torch finds no GPU") if sick else "", mask)
+    return Inventory((), _trouble("torch finds no GPU") if sick else None, mask)
 
 
 _NO_DEVICE = (0, 100)
@@ -150,8 +143,7 @@ class WorldSize(int):
 def spread(size: int, per_host: Sequence[int]) -> WorldSize:
     """Spread `size` ranks over as many hosts as possible, as evenly as possible.
 
-    Args:
-        per_host: number of devices of each host; their sum is at least `size`.
+    `per_host`: number of devices of each host; their sum is at least `size`.
     """
     counts = [0] * len(per_host)
     for _ in range(size):
@@ -163,12 +155,9 @@ def spread(size: int, per_host: Sequence[int]) -> WorldSize:
 def slots_for(size: int | None, available: Sequence[Slot], devices: Sequence[int] | None = None) -> tuple[Slot, ...]:
     """Return the slots of the ranks of a world.
 
-    Args:
-        size: number of ranks; None for one on each of `devices`, or on each slot.
-        devices: numbers of devices, host by host, from 0: rank ``i`` is on ``devices[i]``.
-
-    Raises:
-        ValueError: `size` exceeds the number of slots, or of those on a host of a `WorldSize`; or `devices` is invalid.
+    `size`: number of ranks; None for one on each of `devices`, or on each slot. `devices`: numbers of devices, host by
+    host, from 0: rank ``i`` is on ``devices[i]``. Raises `ValueError`: `size` exceeds the number of slots, or of those
+    on a host of a `WorldSize`; or `devices` is invalid.
     """
     if devices is not None:
         return _slots_of(devices, size, available)

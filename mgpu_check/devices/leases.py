@@ -48,8 +48,7 @@ class LeaseError(RuntimeError):
 def machine_directory() -> Path:
     """Return the directory of the leases of this machine's real devices, shared by all users. Create it if necessary.
 
-    Raises:
-        LeaseError: the directory cannot be created, or other users could tamper with it.
+    Raises `LeaseError`: the directory cannot be created, or other users could tamper with it.
     """
     path = MACHINE
     remedy = f"remove {path}, or have its owner do so; the next run creates it again, with mode 1777"
@@ -105,6 +104,8 @@ class _Request:
 class DeviceLeases:
     """Lease devices that several processes share.
 
+    `device_leases.Leasing` makes one for the run, and takes a `Lease` for each test. It holds no lock between leases.
+
     Args:
         keys: a unique key per device, the same in every process that shares the directory.
         directory: where the locks are; None is `machine_directory`, for real devices.
@@ -135,12 +136,9 @@ class DeviceLeases:
     def take(self, count: int, purpose: str = "") -> Lease:
         """Lease `count` devices: those of the last lease first, because warm ranks are there, then the lowest free.
 
-        Args:
-            purpose: the reason for the lease, such as the test's id, for the messages of processes that wait.
-
-        Raises:
-            ValueError: there are fewer devices than `count`.
-            LeaseError: the directory cannot be used, or the queue has not moved for `patience` seconds.
+        `purpose`: the reason for the lease, such as the test's id, for the messages of processes that wait. Raises
+        `ValueError`: there are fewer devices than `count`. `LeaseError`: the directory cannot be used, or the
+        queue has not moved for `patience` seconds.
         """
         if not 1 <= count <= len(self.keys):
             raise ValueError(f"count={count!r} devices cannot be leased; choose 1 to {len(self.keys)}")
@@ -157,11 +155,7 @@ class DeviceLeases:
             return Lease(self._last, time.monotonic() - begun, request.locks.pop_all())
 
     def check(self) -> None:
-        """Check that devices can be leased.
-
-        Raises:
-            LeaseError: they cannot.
-        """
+        """Check that devices can be leased. Raises `LeaseError`: they cannot."""
         with self._usable() as directory, self._numbering(directory):
             pass
 
@@ -213,7 +207,6 @@ class DeviceLeases:
             lock.release()
 
     def _advance(self, request: _Request, directory: Path) -> bool:
-        """Take the devices that are free now. Return whether the request has made progress."""
         before = len(request.ahead), len(request.device_locks)
         request.ahead = [ticket for ticket in request.ahead if not _is_done(ticket)]
         if not request.ahead:
@@ -253,7 +246,6 @@ class DeviceLeases:
                 word *= 4
 
     def _state(self, request: _Request, directory: Path, waited: float) -> str:
-        """Describe the processes that a request waits for."""
         lines = [f"waiting {waited:.0f} s for {request.count} of {len(self.keys)} devices"]
         for index in range(len(self.keys)):
             if index in request.device_locks:
@@ -265,7 +257,6 @@ class DeviceLeases:
 
 
 def _tickets(directory: Path) -> dict[int, Path]:
-    """Return the tickets that exist, by number, in order."""
     named = ((re.fullmatch(r"ticket-(\d+)", path.name), path) for path in directory.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
@@ -300,10 +291,9 @@ def _is_done(ticket: Path) -> bool:
 
 def _is_free(device: Path) -> bool:
     lock = _lock(device)
-    if not _try(lock):
-        return False
+    free = _try(lock)
     lock.release()
-    return True
+    return free
 
 
 def _who(purpose: str) -> dict[str, Any]:

@@ -126,13 +126,9 @@ class SubjectResult:
     def on(self, gpus: Sequence[int], host: int = 0) -> Self:
         """Return a copy with positions replaced by GPU numbers: position i is GPU ``gpus[i]``, and its host is
         `host`."""
-        return replace(self, subject=_on(self.subject, gpus, host))
-
-
-def _on(subject: Subject, gpus: Sequence[int], host: int) -> Subject:
-    if subject.kind == "host":
-        return Subject("host", (host,))
-    return Subject(subject.kind, tuple(gpus[member] for member in subject.members))
+        subject = self.subject
+        moved = (host,) if subject.kind == "host" else tuple(gpus[member] for member in subject.members)
+        return replace(self, subject=Subject(subject.kind, moved))
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,6 @@ class Measurement(SubjectResult):
 
     @property
     def kind(self) -> MeasuredKind:
-        """See `MeasuredKind`."""
         return MeasuredKind(self.quantity, self.unit, self.size, self.subject.kind, len(self.subject.members))
 
 

@@ -27,11 +27,7 @@ class RankPlaces:
 
     def grouped(self) -> list[tuple[str, list[int]]]:
         """Return each place with its ranks, starting with the ranks that the others may wait for."""
-        return [
-            group
-            for locations in (self.elsewhere, self.waiting)
-            for group in grouped((t, r) for r, t in locations.items())
-        ]
+        return grouped((text, rank) for places in (self.elsewhere, self.waiting) for rank, text in places.items())
 
     @classmethod
     def of(cls, interrupted: Mapping[int, Interrupted], records: Mapping[int, Record]) -> RankPlaces:
@@ -135,7 +131,7 @@ class Account:
     deadline: float | None = None  # in seconds; None unless it passed
     records: Mapping[int, Record] = field(default_factory=dict)  # rank -> the collectives that it has entered
     instead: tuple[str, ...] = ()  # lines that replace the endings in the report if all ranks returned
-    unmatched: str = ""  # how ranks differed in a part of the call that all have finished, in words
+    unmatched: str | None = None  # how ranks differed in a part of the call that all have finished, in words
     # ranks waited in vain, for each other or for finished ranks; `deadline` is then the time that they were given
     crossed: bool = False
 
@@ -182,7 +178,6 @@ class Account:
         return RankPlaces() if self.hung is None else RankPlaces.of(self.interrupted, self.records)
 
     def _in_another(self, rank: int) -> bool:
-        """Return whether a rank hangs in an unrecorded collective."""
         end, record = self.endings.get(rank), self.records[rank]
         if self.hung is None or not isinstance(end, Interrupted) or record.current is not None:
             return False
@@ -196,8 +191,7 @@ class Account:
             headlines = grouped((_ADDRESS.sub("", self.raised[rank].failure.headline), rank) for rank in ranks)
             for _, group in headlines[:_MOST_HEADLINES]:
                 lines.append((group, f"{self.who.full(group)} raised {self.raised[group[0]].failure.headline}"))
-            others = [rank for _, group in headlines[_MOST_HEADLINES:] for rank in group]
-            if others:
+            if others := [rank for _, group in headlines[_MOST_HEADLINES:] for rank in group]:
                 lines.append((others, f"{self.who.full(others)} raised the same error with other values"))
         return lines
 
@@ -213,11 +207,7 @@ class Account:
         # The death of a rank causes most of its peers' errors, so those come second.
         headlines += [line for _, line in self.told_of_raised()]
         kinds = {end.failure.kind for end in self.raised.values()}
-        headlines += [
-            f"{rule}: decide it by values that all ranks have"
-            for failure_kind, rule in _RULES.items()
-            if failure_kind in kinds
-        ]
+        headlines += [f"{rule}: decide it by values that all ranks have" for k, rule in _RULES.items() if k in kinds]
         if self.hung is not None:
             headlines[:0] = _hang_headlines(interrupted, who, doing or self.doing, self.hung, self.records)
             if self.crossed:
@@ -230,7 +220,8 @@ class Account:
                 headlines.append(f"{who(halted)} {_were(halted)} {HALTED}")
         done = ((f"finished {end.stage}".strip(), r) for r, end in self.endings.items() if isinstance(end, Finished))
         headlines += [f"{who(ranks)} {text}" for text, ranks in grouped(done)]
-        headlines += [different] if (different := different_collectives(self.parted, who)) else []
+        if (different := different_collectives(self.parted, who)) is not None:
+            headlines.append(different)
         reported = interrupted if self.hung is not None else {}
         rest = {rank: record for rank, record in self.records.items() if rank not in reported}
         return headlines + last_collectives(rest, who)
@@ -286,13 +277,11 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
     odd = _odd(parted)
     lines.append("all ranks returned: the results of these collectives are undefined")
     error = all_returned(lines, who, records, odd or records)
-    if not odd:
-        return error
-    return raised_at(error, parted[odd[0]].file, parted[odd[0]].line, None)
+    return raised_at(error, parted[odd[0]].file, parted[odd[0]].line, None) if odd else error
 
 
 def all_returned(
-    lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int], unmatched: str = ""
+    lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int], unmatched: str | None = None
 ) -> RankFailure:
     endings = dict.fromkeys(records, Finished())
     account = Account(endings, who, records=records, instead=tuple(lines), unmatched=unmatched)
@@ -301,10 +290,10 @@ def all_returned(
     return error
 
 
-def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
-    """Describe a difference, "" for none: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 …"."""
+def different_collectives(parted: Mapping[int, Entered], who: Who) -> str | None:
+    """Describe a difference, None for none: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 …"."""
     if not parted:
-        return ""
+        return None
     entries = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
     groups = sorted(grouped(entries), key=lambda g: len(g[1]))
     ((odd_collective, _), odd), *others = groups
@@ -316,7 +305,6 @@ def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
 
 
 def _odd(parted: Mapping[int, Entered]) -> list[int]:
-    """Return the ranks that differ from the majority, [] if there is no majority."""
     entries = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
     groups = sorted((ranks for _, ranks in grouped(entries)), key=len)
     return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
@@ -376,8 +364,8 @@ def _block(title: str, text: str) -> str:
 def raised_at(error: RankFailure, filename: str, lineno: int, cause: BaseException | None) -> RankFailure:
     """Return `error` with a traceback that ends where the rank raised.
 
-    Hypothesis distinguishes failures by type and place. If all were raised here, it would confuse two bugs, and might
-    shrink the wrong one.
+    Hypothesis distinguishes failures by type and place (hypothesis/internal/escalation.py, InterestingOrigin, 6.170).
+    If all were raised here, it would confuse two bugs, and might shrink the wrong one.
     """
     error.__cause__ = cause
     try:

@@ -42,7 +42,11 @@ _END_OF_PARENT = 5.0  # seconds for the parent to exit after its socket has clos
 
 
 class ForkServer:
-    """The server's loop over requests and exits of its children."""
+    """The server's loop over requests and exits of its children.
+
+    `run` makes one, and calls `serve` after the imports. It forks a rank for each request of the launcher, and reports
+    each exit. It ends when the launcher asks or its end of the socket closes, and kills all descendants.
+    """
 
     def __init__(self, control: socket.socket, directory: str) -> None:
         self.control, self.directory = control, directory
@@ -155,14 +159,11 @@ def limits() -> str:
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
-    """Turn this forked process into a rank. Does not return."""
     code = 70
     server.children.clear()  # siblings: this process must never signal them
     try:

@@ -36,7 +36,11 @@ Stamp = tuple[int, int, int]
 
 
 class ImportKeeper:
-    """The loop over requests and ends of runs."""
+    """The loop over requests and ends of runs.
+
+    `main` makes one in a process of its own, when a run with ``--gpu-keep-warm`` finds none. It forks a fork server for
+    each run that connects. It ends when no run has been there for the time that the last one asked for.
+    """
 
     def __init__(self, listener: socket.socket, path: Path, failure: dict[str, str] | None, began: int) -> None:
         self.listener, self.path, self.failure = listener, path, failure
@@ -185,7 +189,6 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment that this program was started with."""
     entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
     return {name: value for name, _, value in pairs}

@@ -55,11 +55,9 @@ class NotKept(StartupFailure):
         super().__init__(f"--gpu-keep-warm: {reason}")
 
 
-def obstacle(environment: Mapping[str, str]) -> str:
-    """Return why a run in this environment must not share its imports; "" if it may."""
-    if any(environment.get(name) for name in _MEASURING):
-        return "coverage measures every process"
-    return ""
+def obstacle(environment: Mapping[str, str]) -> str | None:
+    """Return why a run in this environment must not share its imports; None if it may."""
+    return "coverage measures every process" if any(map(environment.get, _MEASURING)) else None
 
 
 def key_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -108,7 +106,6 @@ class KeeperSocket:
         return connection
 
     def listening(self) -> socket.socket:
-        """Return a new socket for a new keeper."""
         self.path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self._address)
@@ -151,12 +148,12 @@ def _opened(directory: Path) -> int:
     except OSError as error:
         raise NotKept(f"{directory} is not a directory of this user: {error.strerror}; remove it") from None
     status = os.fstat(opened)
-    problem = ""
+    problem = None
     if status.st_uid != os.geteuid():
         problem = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}; set XDG_RUNTIME_DIR to your own"
     elif mode := stat.S_IMODE(status.st_mode) & 0o077:
         problem = f"is open to other users (mode {mode:03o}); chmod 700 it, or remove it"
-    if problem:
+    if problem is not None:
         os.close(opened)
         raise NotKept(f"the directory {directory} {problem}")
     return opened
@@ -169,28 +166,28 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """Return the process id of the keeper that `attach` would ask; None without a keeper."""
-    keeper = KeeperSocket(key_of([*interpreter, *modules], environment))
-    try:
+    with contextlib.closing(KeeperSocket(key_of([*interpreter, *modules], environment))) as keeper:
         connection = keeper.connected()
         if connection is None:
             return None
         with connection:
             return peer(connection)[0]
-    finally:
-        keeper.close()
 
 
 class KeptServer:
-    """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses."""
+    """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses.
+
+    `attach` makes one for `LocalLauncher`, which waits for it or kills it at the end of the run. The keeper reports its
+    process id and its exit code over the connection.
+    """
 
     def __init__(self, connection: socket.socket, log: Path) -> None:
-        """Take the connection to the keeper, and the file with its output."""
-        self._connection, self._log = connection, log
+        self._connection, self._log = connection, log  # to the keeper; its output
         self._pid = peer(connection)[0]
         self._forked = self._killed = False
         self.returncode: int | None = None
-        # says that the keeper has ended before it forked, and what it has printed; "" if it has forked
-        self.end_of_keeper = ""
+        # says that the keeper has ended before it forked, and what it has printed; None if it has forked
+        self.end_of_keeper: str | None = None
 
     @property
     def pid(self) -> int:
@@ -274,24 +271,23 @@ def attach(
         "preload": list(preload),
         "environment": dict(os.environ),
     }
-    keeper = KeeperSocket(key_of([*interpreter, *modules], environment))
-    try:
-        with open(os.memfd_create("request"), "wb", buffering=0) as request:
-            request.write(json.dumps(run_request).encode())
-            for _ in range(2):
-                with locked(keeper.path):
-                    connection = keeper.connected() or _started(keeper, interpreter, modules, environment)
-                if peer(connection)[1] != os.geteuid():
-                    connection.close()
-                    raise NotKept(f"another user listens at {keeper.path}; remove it, or omit the option")
-                try:
-                    socket.send_fds(connection, [b"A"], [request.fileno(), *files])
-                except OSError:
-                    connection.close()  # the keeper was killed meanwhile
-                else:
-                    return KeptServer(connection, keeper.path.with_suffix(".log"))
-    finally:
-        keeper.close()
+    with (
+        contextlib.closing(KeeperSocket(key_of([*interpreter, *modules], environment))) as keeper,
+        open(os.memfd_create("request"), "wb", buffering=0) as request,
+    ):
+        request.write(json.dumps(run_request).encode())
+        for _ in range(2):
+            with locked(keeper.path):
+                connection = keeper.connected() or _started(keeper, interpreter, modules, environment)
+            if peer(connection)[1] != os.geteuid():
+                connection.close()
+                raise NotKept(f"another user listens at {keeper.path}; remove it, or omit the option")
+            try:
+                socket.send_fds(connection, [b"A"], [request.fileno(), *files])
+            except OSError:
+                connection.close()  # the keeper was killed meanwhile
+            else:
+                return KeptServer(connection, keeper.path.with_suffix(".log"))
     raise NotKept(f"omit the option, because {_end_with(keeper.path.with_suffix('.log'))}")
 
 

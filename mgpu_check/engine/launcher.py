@@ -121,7 +121,11 @@ class Launcher(Protocol):
 
 
 class LocalLauncher(Launcher):
-    """Launches processes on this machine, by a fork server that has imported torch."""
+    """Launches processes on this machine, by a fork server that has imported torch.
+
+    `GpuSession` makes one for its pool, an agent one for itself, and `Adapting` one for test harnesses. The fork
+    server starts with `start`, or with the first process; if it dies, the next launch starts another. `close` ends it.
+    """
 
     def __init__(
         self,
@@ -134,13 +138,11 @@ class LocalLauncher(Launcher):
     ) -> None:
         """Create the launcher. The fork server starts with `start`.
 
-        Args:
-            simulate: backing device of the simulated node, which the fork server prepares as far as processes can share
-                it; None on real devices.
-            hash_seed: of the fork server, unless the user's environment sets one; empty to let the server draw its own.
-            keep: seconds that a keeper holds the imports for later runs; None for no keeper. See `keeper_socket`.
-            unshared: further modules that the fork server imports. A keeper does not import them, because they differ
-                between runs.
+        `simulate`: backing device of the simulated node, which the fork server prepares as far as processes can share
+        it; None on real devices. `hash_seed`: of the fork server, unless the user's environment sets one; empty to let
+        the server draw its own. `keep`: seconds that a keeper holds the imports for later runs; None for no keeper. See
+        `keeper_socket`. `unshared`: further modules that the fork server imports. A keeper does not import them,
+        because they differ between runs.
         """
         shared = (*(SIMULATION if simulate is not None else ()), *(PREPARED if simulate == "cpu" else ()))
         self._preload, self._more = (*PRELOAD, *shared, *preload), tuple(unshared)
@@ -218,7 +220,6 @@ class LocalLauncher(Launcher):
         return launched
 
     def _with_second_seed(self) -> LocalLauncher:
-        """Return a launcher whose fork server has another hash seed, because all ranks of a server share its seed."""
         if self._second is None:
             self._second = self._another(hash_seed=environments.SECOND)
             self._second.start()
@@ -301,7 +302,6 @@ class LocalLauncher(Launcher):
         self._forget()
 
     def _clear(self) -> None:
-        """Do the cleanup that the server did not reach."""
         if self._directory is not None:
             clear(str(self._directory.path))
 
@@ -390,7 +390,7 @@ class LocalLauncher(Launcher):
             code = self._server.wait(1.0)
         except subprocess.TimeoutExpired:
             return "its socket closed"
-        if isinstance(self._server, KeptServer) and self._server.end_of_keeper:
+        if isinstance(self._server, KeptServer) and self._server.end_of_keeper is not None:
             return self._server.end_of_keeper
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 

@@ -69,8 +69,7 @@ def _site(run: TensorRun | None) -> str:
 
 def unmatched(flows: Mapping[int, Sequence[PeerTransfers]]) -> list[Unmatched]:
     """Return the first difference for each pair of ranks, group and tag."""
-    # Keys: group, tag, sender, receiver.
-    sends: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
+    sends: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}  # Keys: group, tag, sender, receiver.
     receives: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
     for rank, transfers in flows.items():
         for flow in transfers:
@@ -165,7 +164,11 @@ _RESUME = frame(RankRequest.RESUME)
 
 
 class Pauses:
-    """The pauses of one call."""
+    """The pauses of one call.
+
+    `World.finish` makes one for each call, and `WorldProcesses._collect` hands it each `Paused` that arrives. It
+    resumes the ranks when all have paused and agree. `look` finds ranks that can never meet.
+    """
 
     def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
         self.failure: RankFailure | None = None  # the error that keeps ranks from resuming; None until one is found
@@ -177,12 +180,11 @@ class Pauses:
     def __bool__(self) -> bool:
         return bool(self._paused)
 
-    def done(self, rank: int) -> str:
-        """Return the part of the call that a paused rank has done, such as "step 1", or ""."""
-        return self._paused[rank].done if rank in self._paused else ""
+    def done(self, rank: int) -> str | None:
+        """Return the part of the call that a paused rank has done, such as "step 1"; None if it is not paused."""
+        return self._paused[rank].done if rank in self._paused else None
 
     def come(self, rank: int, message: Paused) -> None:
-        """Note that a rank waits for the others."""
         self._paused[rank] = message
 
     def settle(self, waiting: Collection[int], failed: bool) -> bool:
@@ -283,8 +285,8 @@ class Pauses:
     def _part_held(self) -> RankFailure | None:
         """Return the error if only some of the ranks that should hold a tensor have a part of it."""
         paused = sorted(self._paused.items())
-        holders = dict(grouped((part, rank) for rank, message in paused for part in message.slices))
-        without = {part: tuple(sorted(set(part[1]) - set(ranks))) for part, ranks in holders.items()}
+        holders = dict(grouped((tensor, rank) for rank, message in paused for tensor in message.slices))
+        without = {tensor: tuple(sorted(set(tensor[1]) - set(ranks))) for tensor, ranks in holders.items()}
         done = next(iter(self._paused.values())).done
         lines = [
             f"{few(tensor_names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the "

@@ -16,7 +16,6 @@ from typing import Any
 from mgpu_check.devices.inventory import Inventory, Mask, Masks, Slot, slots_for, take_inventory
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
-from mgpu_check.engine.process import STREAMS
 from mgpu_check.engine.rank_side.rank import with_rank
 from mgpu_check.engine.world import Begun, Function, World, call_context, pickled_arguments, pickled_function
 from mgpu_check.engine.world_processes import send_rest
@@ -55,6 +54,9 @@ class WorldKey:
 class WarmWorlds:
     """The warm worlds by their key, the least recently used first.
 
+    `RankPool` makes one, takes a world from it for each call, and keeps it here again. A world ends when it is broken,
+    when others need its room, or with the pool.
+
     `real`: whether they are on real devices, which share their memory and may refuse a second process. `memory`:
     returns the bytes of the smallest device, None while unknown.
     """
@@ -79,28 +81,25 @@ class WarmWorlds:
     def keep(self, key: WorldKey, world: World) -> None:
         self._worlds[key] = world
 
-    def get(self, key: WorldKey) -> World | None:
-        return self._worlds.get(key)
-
     def let_go(self, key: WorldKey) -> None:
         self._worlds.pop(key).discard()
 
     def make_room(self, key: WorldKey, slots: int, in_use: set[WorldKey]) -> None:
         """End the least recently used worlds, those `in_use` last, if a new world would make too many processes."""
         wanted, most = max(len(key.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
-        for other in list(self._worlds):
+        for kept_key in list(self._worlds):
             if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
                 break
-            if other not in in_use:
-                self.let_go(other)
+            if kept_key not in in_use:
+                self.let_go(kept_key)
         if self._real:
             memory = self._memory() or _UNKNOWN_MEMORY
             most = 1 if self._alone else max(_LEAST_PROCESSES, memory // _SHARE // _BYTES_OF_PROCESS)
             for slot in key.occupied:
-                beside = [other for other in self._worlds if slot in other.occupied]
-                for other in sorted(beside[: max(0, len(beside) + 1 - most)], key=lambda other: other in in_use):
-                    self._worlds[other].check_alive("while no call used it")
-                    self.let_go(other)
+                beside = [kept_key for kept_key in self._worlds if slot in kept_key.occupied]
+                for kept_key in sorted(beside[: max(0, len(beside) + 1 - most)], key=in_use.__contains__):
+                    self._worlds[kept_key].check_alive("while no call used it")
+                    self.let_go(kept_key)
             self.await_exits()
 
     def clear_devices(self, key: WorldKey) -> bool:
@@ -111,9 +110,9 @@ class WarmWorlds:
         """
         if not self._real:
             return False
-        beside = [other for other in self._worlds if set(other.occupied) & set(key.occupied)]
-        for other in beside:
-            self.let_go(other)
+        beside = [kept_key for kept_key in self._worlds if set(kept_key.occupied) & set(key.occupied)]
+        for kept_key in beside:
+            self.let_go(kept_key)
         self._alone |= bool(beside)
         self.await_exits()
         return bool(beside)
@@ -146,6 +145,9 @@ Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
 
 class RankPool:
     """Warm ranks of every world size up to `devices`, and the node process, each started on its first use.
+
+    `GpuSession` makes one in a run with GPUs. The fixture `ranks` and `execution` call it; `begin_test` and `end_test`
+    enclose each test, and reset or replace its worlds. `close` ends all processes, at the end of the run.
 
     Args:
         slots: where ranks can run; a number means that many devices of this machine.
@@ -391,8 +393,9 @@ class RankPool:
             if simulate and self._launcher.host_name(slot.host):
                 environment["NCCL_HOSTID"] = str(slot.host)  # the hosts of a simulated run may be one machine
             if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in context.environment | environment:
-                # Torch's watchdog would end a process 0.1 s after a kernel of it fails. Ranks synchronize their devices
-                # after each call instead: the error is reported with its site, and the process is replaced.
+                # Torch's watchdog would end a process 0.1 s after a kernel of it fails: it rethrows errors of CUDA by
+                # default (ProcessGroupNCCL.hpp, TORCH_NCCL_RETHROW_CUDA_ERRORS, torch 2.13). Ranks synchronize their
+                # devices after each call instead: the error is reported with its site, and the process is replaced.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
             mask = self.masks(visible_on_host) if masked and simulate is None else Mask()
             environment.update(mask.environment)
@@ -473,15 +476,7 @@ class RankPool:
         return next(filter(None, [world.stopped() for _, world in self._worlds]), None)
 
     def output(self) -> list[tuple[str, str, str]]:
-        outputs = []
-        for key, world in self._worlds:
-            if key in self._used:
-                for index, process in world.processes.items():
-                    who = "node process" if index == NODE else world.who.full([index])
-                    for name in STREAMS:
-                        if text := process.output(name):
-                            outputs.append((who, name, text))
-        return outputs
+        return [entry for key, world in self._worlds if key in self._used for entry in world.output()]
 
     def close(self) -> None:
         self._worlds.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -18,12 +19,16 @@ STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in millisec
 
 
 class Process:
-    """A process that runs `mgpu_check.engine.rank_side.worker.main`."""
+    """A process that runs `mgpu_check.engine.rank_side.worker.main`.
+
+    A launcher makes one for each fork, and sets `exit_code` when it hears of the exit. The world that has it sends and
+    receives through `connection`, reads its files, and ends it by `kill` and `close`.
+    """
 
     on_this_host = True  # whether its files can be read without asking an agent
     # how the agent that held the process was lost; None if it was not, and always None on one machine
     lost: str | None = None
-    server_end: str = ""  # how the fork server ended, if the process ended with it; otherwise empty
+    server_end: str | None = None  # how the fork server ended, if the process ended with it
     killed: bool = False  # whether `kill` was called. The process may take a while to end.
 
     def __init__(self, pid: int, connection: Channel, *files: IO[bytes]) -> None:
@@ -77,7 +82,6 @@ class Process:
         return clean(os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace"))
 
     def record(self) -> Record:
-        """Return the collectives that the process has entered in the current call."""
         return parse(self.record_bytes())
 
     def record_bytes(self) -> bytes:
@@ -86,16 +90,15 @@ class Process:
     def cause(self) -> str:
         return self.server_end or describe_exit(self.exit_code)
 
-    def replaced_by(self) -> str:
-        """Return the command of the program that replaced this process by `exec`; empty if it was not replaced."""
+    def replaced_by(self) -> str | None:
+        """Return the command of the program that replaced this process by `exec`; None if it was not replaced."""
         command = _command(self.pid)
-        return "" if command == self._command else command
+        return None if command == self._command else command
 
     def runnable(self) -> bool:
         return name_and_state(self.pid)[1] == "R"
 
     def halted(self) -> bool:
-        """Return whether a signal or a debugger has stopped the process."""
         return halted(self.pid)
 
     def kill(self) -> None:
@@ -108,10 +111,8 @@ class Process:
                 self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
-        except ProcessLookupError:
-            pass
 
     def close(self) -> None:
         self.connection.close()
@@ -136,12 +137,10 @@ def describe_exit(code: int | None) -> str:
 
 
 def halted(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped a process."""
     return name_and_state(pid)[1] in ("T", "t")
 
 
 def _command(pid: int) -> str:
-    """Return the command line of a process; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
             return shlex.join(file.read().rstrip("\0").split("\0"))

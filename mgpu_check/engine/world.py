@@ -31,11 +31,10 @@ from mgpu_check.engine.failures import (
 )
 from mgpu_check.engine.launcher import Launcher, LocalLauncher
 from mgpu_check.engine.lockstep import Pauses, Unmatched, imbalance, unmatched
-from mgpu_check.engine.process import STREAMS
 from mgpu_check.engine.rank_side.rank import with_rank
 from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses, agree
 from mgpu_check.errors import RankFailure
-from mgpu_check.processes import environments, pickling
+from mgpu_check.processes import pickling
 from mgpu_check.processes.channel import (
     Call,
     CallContext,
@@ -82,7 +81,11 @@ class Begun(NamedTuple):
 
 
 class World(WorldProcesses):
-    """Warm processes that all run the same function."""
+    """Warm processes that all run the same function.
+
+    `RankPool` makes one for a `WorldKey`, and starts its processes with it. Each call is a `begin` and a `finish`;
+    `end_test` resets the processes. A failed call leaves it `broken`, and the pool then discards it.
+    """
 
     def __init__(
         self,
@@ -151,7 +154,7 @@ class World(WorldProcesses):
         endings = self._endings(answers, call.number)
         for index, stopped in self._interrupt(late, since=call.started).items():
             stage = pauses.done(index)
-            endings[index] = Finished(stage) if stage else dataclasses.replace(stopped, settling=settling)
+            endings[index] = dataclasses.replace(stopped, settling=settling) if stage is None else Finished(stage)
         outcomes = _outcomes({index: answers.get(index) for index in self.processes})
         if any(outcome.messages for outcome in outcomes.values()):
             self.messages = {index: outcome.messages for index, outcome in outcomes.items()}
@@ -215,7 +218,6 @@ class World(WorldProcesses):
             raise disagreement(self.who, self._records())
 
     def _check_abandoned(self, endings: Mapping[int, Ending]) -> None:
-        """Check whether all ranks abandoned the call in the same way."""
         failures = [end.failure if isinstance(end, Raised) else None for end in endings.values()]
         kinds = {"error" if failure is None else failure.kind for failure in failures}
         if len(kinds) == 1 and failures[0] is not None and failures[0].kind != "error":
@@ -300,7 +302,7 @@ class World(WorldProcesses):
                 better[ranks[0]] = Raised(dataclasses.replace(ending.failure, text=text))
         error.args = (str(dataclasses.replace(account, endings=better)),)
 
-    def _explanation(self, index: int) -> str:
+    def _explanation(self, index: int) -> str | None:
         channel = self.processes[index].connection
         deadline = Clock.now() + self._rest_timeout
         try:
@@ -311,7 +313,7 @@ class World(WorldProcesses):
         except (EOFError, OSError, Garbled):
             pass
         self.broken = True  # a late answer would be mistaken for the answer to the next message
-        return ""
+        return None
 
     def end_test(self) -> tuple[str, ...]:
         """Undo the changes of a test in its ranks, and return those that cannot be undone, which break the world."""
@@ -342,7 +344,6 @@ def _went_well(answer: object, number: int | None = None) -> bool:
 
 
 def _outcomes(answers: Mapping[int, object]) -> dict[int, Outcome]:
-    """Return the outcomes among the answers, sorted by rank."""
     return {index: answer for index, answer in sorted(answers.items()) if isinstance(answer, Outcome)}
 
 
@@ -413,25 +414,11 @@ def culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
 _TIMEOUT = 300.0  # seconds: the usual one of a call; `results` has its own
 
 
-class BareProcesses:
-    """Forks worlds of bare processes from a server of their own."""
-
-    def __init__(self, preload: Sequence[str]) -> None:
-        self._launcher = LocalLauncher(preload, None, environments.FIRST)
-
-    def start(self) -> None:
-        self._launcher.start()
-
-    def fork(self, size: int) -> BareWorld:
-        """Return a new world of `size` processes."""
-        return BareWorld(self._launcher, size)
-
-    def close(self) -> None:
-        self._launcher.close()
-
-
 class BareWorld(World):
-    """Bare processes that all run the same function."""
+    """Bare processes that all run the same function.
+
+    `HarnessRuns` makes one for a test, or for a class of tests, from a launcher of its own, and discards it afterwards.
+    """
 
     def __init__(self, launcher: LocalLauncher, size: int) -> None:
         self._keys = itertools.count()
@@ -475,12 +462,8 @@ class BareWorld(World):
         return {index: self.loaded(index, end.value) for index, end in outcomes.items() if end.value is not None}
 
     def output(self) -> list[tuple[str, str, str]]:
-        outputs = []
-        for index, process in self.processes.items():
-            for name in STREAMS:
-                if text := process.output(name):
-                    outputs.append((self.who.full([index]), name, text))
-            process.mark_output()
+        outputs = super().output()
+        self.mark_output()
         return outputs
 
     def _pauses(self) -> Pauses:

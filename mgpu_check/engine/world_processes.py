@@ -12,7 +12,7 @@ from mgpu_check.devices.inventory import Slot
 from mgpu_check.engine.failures import NODE, Died, Interrupted, Who
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.lockstep import CROSSED, LOOK, Pauses
-from mgpu_check.engine.process import STACKS_TIMEOUT, Process
+from mgpu_check.engine.process import STACKS_TIMEOUT, STREAMS, Process
 from mgpu_check.errors import AgentLost, RankDied, StartupFailure
 from mgpu_check.processes import environments
 from mgpu_check.processes.channel import (
@@ -142,11 +142,7 @@ class WorldProcesses:
     """
 
     def __init__(
-        self,
-        launcher: Launcher,
-        spec_of: Callable[[int], RankSpec],
-        indices: Sequence[int],
-        slots: Sequence[Slot],
+        self, launcher: Launcher, spec_of: Callable[[int], RankSpec], indices: Sequence[int], slots: Sequence[Slot]
     ) -> None:
         """Start a process for each of `indices` (ranks, or `NODE`) on the slot at the same position of `slots`."""
         self.launcher = launcher
@@ -233,18 +229,15 @@ class WorldProcesses:
         self.broken = True
         deadline = Clock.now() + EXIT_TIMEOUT
         ends = {index: self._died(index, deadline) for index in indices}
-        text = "\n".join(
-            (
-                f"{self.who.full([index])} died {when}: {end.cause}{after}\n{end.last_words or self._last_lines(index)}"
-            ).rstrip()
-            for index, end in ends.items()
-        )
+        texts = []
+        for index, end in ends.items():
+            words = end.last_words or self._last_lines(index)
+            texts.append(f"{self.who.full([index])} died {when}: {end.cause}{after}\n{words}".rstrip())
         error_class = AgentLost if any(end.lost for end in ends.values()) else RankDied
-        raise error_class(text, ranks=indices)
+        raise error_class("\n".join(texts), ranks=indices)
 
     def _last_lines(self, index: int) -> str:
-        """Return the last lines of stderr of a process that died while idle, because no call reports them."""
-        text = self.processes[index].output("stderr")
+        text = self.processes[index].output("stderr")  # no call reports it, because the process was idle
         return text if len(text) < _LAST_CHARACTERS else "…" + text[-_LAST_CHARACTERS:].partition("\n")[2]
 
     def _send(self, message_for: Callable[[int], object]) -> list[int]:
@@ -272,12 +265,10 @@ class WorldProcesses:
     ) -> tuple[dict[int, object], list[int]]:
         """Wait for one answer of each process; return the answers, and the processes that did not answer in time.
 
-        Args:
-            timeout: seconds for all processes together. Once one dies or fails, the others get a short grace.
-            went_well: whether an answer reports success.
-            dead: processes that have ended already. A process that sends an invalid message counts as dead, too.
-            pauses: resumes processes that wait for each other during the call. If it finds a difference, or processes
-                that can never meet, all that have not answered are late.
+        `timeout`: seconds for all processes together. Once one dies or fails, the others get a short grace.
+        `went_well`: whether an answer reports success. `dead`: processes that have ended already. A process that sends
+        an invalid message counts as dead, too. `pauses`: resumes processes that wait for each other during the call. If
+        it finds a difference, or processes that can never meet, all that have not answered are late.
         """
         answers = self._answers = dict.fromkeys(dead)
         waiting = {index: process for index, process in self.processes.items() if index not in answers}
@@ -331,11 +322,9 @@ class WorldProcesses:
         return answers, sorted(waiting)
 
     def _records(self) -> dict[int, Record]:
-        """Return the record of collectives of each rank; empty for a node process."""
         return {} if self.who.size == 0 else {index: process.record() for index, process in self.processes.items()}
 
     def _interrupt(self, indices: Sequence[int], since: float) -> dict[int, Interrupted]:
-        """Kill processes that do not answer, and return where they were."""
         processes = {index: self.processes[index] for index in indices}
         for process in processes.values():
             process.ask_for_stacks(STACKS_SIGNAL)
@@ -362,6 +351,15 @@ class WorldProcesses:
         if process.exit_code is None:
             process.kill()
         return Died(cause, process.last_words(), process.lost is not None, process.exit_code)
+
+    def output(self) -> list[tuple[str, str, str]]:
+        """Return what the processes have printed since `mark_output`: (process, one of `STREAMS`, text)."""
+        texts = (
+            ("node process" if index == NODE else self.who.full([index]), name, process.output(name))
+            for index, process in self.processes.items()
+            for name in STREAMS
+        )
+        return [entry for entry in texts if entry[2]]
 
     def mark_output(self) -> None:
         for process in self.processes.values():

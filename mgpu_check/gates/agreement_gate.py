@@ -13,18 +13,11 @@ from mgpu_check.diagnosis.observations import KINDS, PARITY
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gates.comparison.coverage import check_unjudged
-from mgpu_check.gates.explanation.failure_report import Failure, late_hang, report_of
-from mgpu_check.gates.explanation.investigation import failure_of, no_return_of, shrunk_to_axes
-from mgpu_check.gates.gate_arguments import Program, RanksFixture, check_arguments, definition_of
+from mgpu_check.gates.explanation.failure_report import Failure, report_of
+from mgpu_check.gates.explanation.investigation import failure_of, hang_of, shrunk_to_axes
+from mgpu_check.gates.gate_arguments import Program, RanksFixture, check_arguments
 from mgpu_check.gates.run.switches import AXES, Switch
-from mgpu_check.gates.search.agreement import (
-    Agreement,
-    Disagreement,
-    OnOneDevice,
-    OnSwitch,
-    PairTrials,
-    WithoutOneDevice,
-)
+from mgpu_check.gates.search.agreement import Agreement, Disagreement, OnOneDevice, OnSwitch, WithoutOneDevice
 from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Family, Sizes, families, smallest_failure
 from mgpu_check.gates.search.scenarios import Place, check_places
 from mgpu_check.gates.search.trials import Trials, try_seeds
@@ -191,9 +184,7 @@ def _search(agreement: Agreement, families: Iterable[Family], most_shrinks: int 
         try:
             disagreement = smallest_failure(agreement, family.scenarios, family.examples, most_shrinks)
         except RankHang as hang:
-            trials = agreement.current
-            failure = no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step))
-            raise late_hang(replace(failure, verdict=f"{trials.name} does not return"), hang) from None
+            raise hang_of(agreement.current, hang, f"{agreement.current.name} does not return") from None
         if disagreement is not None:
             raise _error_of(disagreement) from disagreement.failures[0][1].error
 
@@ -226,7 +217,7 @@ def _error_of(disagreement: Disagreement) -> ScalingMismatch:
 
 def _findings(disagreement: Disagreement, trials: Trials, failure: Failure) -> list[Finding]:
     """Return the findings in words for what the configuration was compared with; one if it may be right."""
-    if not isinstance(trials, PairTrials):
+    if trials.one_device:
         return list(failure.findings)
     findings = [
         replace(finding, evidence=finding.evidence.replace(PARITY, trials.against))

@@ -17,14 +17,8 @@ from mgpu_check.diagnosis.evidence import Restored
 from mgpu_check.diagnosis.report import Attempts, Finding, Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of_checkpoint
 from mgpu_check.errors import NotCompared, RankFailure, RankHang, ScalingMismatch
-from mgpu_check.gates.gate_arguments import (
-    RanksFixture,
-    check_count,
-    check_tolerance,
-    definition_of,
-    noting,
-    world_sizes_of,
-)
+from mgpu_check.gates import gate_arguments
+from mgpu_check.gates.gate_arguments import RanksFixture, definition_of, first_line, noting, world_sizes_of
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.gates.search.scenarios import Place, check_places, where_is
 from mgpu_check.processes.rank_lists import by_ranks, named
@@ -40,7 +34,10 @@ _LOADED = "loaded as saved"
 
 
 class Entries:
-    """The entries of the state, as compared on each rank."""
+    """The entries of the state, as compared on each rank.
+
+    The gate makes one from the rows that `states.compare` returns on the ranks; `explained` reads up to three of them.
+    """
 
     def __init__(self, rows: Sequence[Sequence[StateRow]]) -> None:
         self.size = len(rows)
@@ -50,19 +47,19 @@ class Entries:
                 self.by_name.setdefault(row.entry, {})[rank] = row
 
     @property
-    def irreproducible(self) -> str:
-        """A description of the entries that differ between two uninterrupted runs by more than rounding, or ""."""
+    def irreproducible(self) -> str | None:
+        """A description of the entries that differ between two uninterrupted runs by more than rounding, if any do."""
         several = {name: [n for n, row in rows.items() if not row.repeats] for name, rows in self.by_name.items()}
         differing = {name: ranks for name, ranks in several.items() if ranks}
         for name, ranks in differing.items():
             return f"{by_ranks(differing, _SHOWN)}: {name}: {self.by_name[name][ranks[0]].detail}"
-        return ""
+        return None
 
     @property
     def state_moves(self) -> bool:
         """True if any comparable entry has changed since the earlier state."""
-        several = (rows.values() for name, rows in self.by_name.items() if not name.generator)
-        return any(row.moved and row.same is not None for rows in several for row in rows)
+        rows = (row for rows in self.by_name.values() for row in rows.values())
+        return any(row.moved and row.same is not None and not row.entry.generator for row in rows)
 
     @cached_property
     def wrong(self) -> dict[StateEntry, list[int]]:
@@ -85,9 +82,9 @@ class Entries:
 
     def is_rank_0s(self, name: StateEntry) -> bool:
         """Return whether the wrong ranks have the value that is right for rank 0."""
-        rows = self.by_name[name]
-        wrong_ranks = self.ranks_wrong(name)
-        return 0 not in wrong_ranks and 0 in rows and all(rows[n].got == rows[0].expected != "" for n in wrong_ranks)
+        rows, wrong_ranks = self.by_name[name], self.ranks_wrong(name)
+        right_value = rows[0].expected if 0 in rows and 0 not in wrong_ranks else None
+        return right_value is not None and all(rows[n].got == right_value for n in wrong_ranks)
 
 
 def explained(
@@ -123,20 +120,19 @@ def explained(
     # Show entries that were lost in loading first: they are the cause, and a report shows only a few rows.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
     altered = {} if loaded is None else _altered(ends, loaded, fresh, resharded)
-    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn, _epochs(epochs), resharded, altered)
-    fact = f"right after loading, not as saved: {by_ranks(altered, _SHOWN)}"
-    return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts), [fact] * bool(altered)
+    pieces = drawn, _epochs(epochs) or "", resharded, altered
+    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, *pieces)
+    facts = [f"right after loading, not as saved: {by_ranks(altered, _SHOWN)}"] if altered else []
+    return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts), facts
 
 
 def _altered(
     ends: Entries, loaded: Entries, fresh: Entries | None, resharded: Mapping[StateEntry, str]
 ) -> dict[StateEntry, list[int]]:
-    """Return the entries that loading changed to other values than the saved ones, with those ranks.
-
-    An entry that was not restored is missing, or has its value of a run without a checkpoint.
-    """
+    """Return the entries that loading changed to other values than the saved ones, with those ranks."""
     altered = {}
     for name, ranks in loaded.wrong.items():
+        # An entry that was not restored is missing, or has its value of a run without a checkpoint.
         unrestored_ranks = [] if fresh is None else fresh.ranks_right(name)
         altered_ranks = [rank for rank in ranks if rank not in unrestored_ranks and loaded.by_name[name][rank].got]
         if altered_ranks and name not in resharded and _holds(ends, name) is not None and not loaded.is_rank_0s(name):
@@ -144,8 +140,8 @@ def _altered(
     return altered
 
 
-def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
-    """Describe a sampler whose epoch does not follow from the interrupted run; "" if none does."""
+def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str | None:
+    """Describe a sampler whose epoch does not follow from the interrupted run, if there is one."""
     for rank, (uninterrupted, before, after) in enumerate(of_ranks):
         # Training may continue in the interrupted epoch or in the next one, or repeat earlier epochs.
         expected = [uninterrupted[start:] for start in range(min(len(before), len(uninterrupted)) + 1)]
@@ -154,7 +150,7 @@ def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
                 f"DistributedSampler continues with epoch {after[0]} on rank {rank}, and with epoch "
                 f"{uninterrupted[-len(after)]} in the uninterrupted run"
             )
-    return ""
+    return None
 
 
 def _evidence(
@@ -286,8 +282,8 @@ def assert_resume_continues(
         ValueError: an argument is not valid; `train` returns no mapping, or a value that cannot be compared; the later
             steps change nothing; or two uninterrupted runs differ.
     """
-    check_count(_GATE, "steps", steps)
-    check_tolerance(_GATE, tolerance, by_name=False)
+    gate_arguments.check_count(_GATE, "steps", steps)
+    gate_arguments.check_tolerance(_GATE, tolerance, by_name=False)
     if save_on is None and load_on is None:
         groups: list[list[tuple[Place, Place]]] = [
             [((size, ()), (size, ()))] for size in world_sizes_of(ranks, world_sizes)
@@ -322,31 +318,31 @@ def assert_resume_continues(
 class _TrainingRuns:
     """The runs of one training. Uninterrupted runs are made once for each number of ranks.
 
-    Attributes:
-        root: directory of all checkpoints and kept states.
-        middle: the step of a second interruption; None if there is no room for one.
+    The gate makes one for each group of worlds, in the scratch directory `root`, which holds all checkpoints and kept
+    states and is removed after the last check of the group. `middle` is the step of a second interruption, if there is
+    room for one.
     """
 
     def __init__(self, ranks: RanksFixture, train: Callable[..., Any], steps: int, root: Path) -> None:
         self.ranks, self.train, self.steps, self.root = ranks, train, steps, root
         self.middle = steps + (steps + 1) // 2 if steps > 1 else None
-        self.half = cache(lambda place: self.run(place, 0, steps, "half", self.checkpoint(place), _SEED))
-        self.whole = cache(lambda place: [self._uninterrupted(place, name) for name in ("whole", "again")])
+        self.half = cache(lambda world: self.run(world, 0, steps, "half", self.checkpoint(world), _SEED))
+        self.whole = cache(lambda world: [self._uninterrupted(world, name) for name in ("whole", "again")])
         self.perturbed = cache(self._perturbed)
 
-    def checkpoint(self, place: Place, copy: str = "checkpoint") -> Path:
-        return self._of(place) / copy
+    def checkpoint(self, world: Place, copy: str = "checkpoint") -> Path:
+        return self._of(world) / copy
 
-    def restored(self, place: Place) -> Path:
+    def restored(self, world: Place) -> Path:
         """Return the directory of a checkpoint with the files that the interrupted run has saved there."""
-        self.half(place)
-        directory, linked = self.checkpoint(place), self.checkpoint(place, "saved with links")
+        self.half(world)
+        directory, linked = self.checkpoint(world), self.checkpoint(world, "saved with links")
         if linked.exists():
             shutil.rmtree(directory)
             shutil.copytree(linked, directory, symlinks=True)  # a link to the latest file may lead into `directory`
         else:  # no run has resumed here yet
             shutil.copytree(directory, linked, symlinks=True)
-            shutil.copytree(directory, self.checkpoint(place, "saved"))
+            shutil.copytree(directory, self.checkpoint(world, "saved"))
         return directory
 
     def resumed(self, saved: Place, loaded: Place, interrupted_twice: bool) -> Path:
@@ -363,15 +359,13 @@ class _TrainingRuns:
     def halves(self, saved: Place, loaded: Place) -> tuple[Path, int, Path, int]:
         return self.half(saved), saved[0], self.half(loaded), loaded[0]
 
-    def until(self, place: Place, step: int) -> Path:
+    def until(self, world: Place, step: int) -> Path:
         """Return the state of an uninterrupted run after `step` steps."""
-        return self.half(place) if step == self.steps else self._uninterrupted(place, "until the middle", stop=step)
+        return self.half(world) if step == self.steps else self._uninterrupted(world, "until the middle", stop=step)
 
     def loaded(self, saved: Place, loaded: Place, step: int) -> Path:
-        """Load the checkpoint of the last interruption on other ranks, without a step.
-
-        Without steps in between, one rank may save while another still loads. So each rank gets its own copy.
-        """
+        """Load the checkpoint of the last interruption on other ranks, without a step."""
+        # Without steps in between, one rank may save while another still loads. So each rank gets its own copy.
         copies = self._of(loaded) / "apart"
         shutil.rmtree(copies, ignore_errors=True)
         copy = self.checkpoint(saved, "saved" if step == self.steps else "saved again")
@@ -379,38 +373,38 @@ class _TrainingRuns:
             shutil.copytree(copy, copies / str(rank))
         return self.run(loaded, step, step, "loaded", copies, _OTHER_SEED, per_rank=True)
 
-    def fresh(self, place: Place) -> Path:
+    def fresh(self, world: Place) -> Path:
         """Return the state of a run that loads nothing and makes no step, under the seed of a resumed run."""
-        return self.run(place, 0, 0, "fresh", self._of(place) / "of fresh", _OTHER_SEED)
+        return self.run(world, 0, 0, "fresh", self._of(world) / "of fresh", _OTHER_SEED)
 
-    def run(self, place: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
+    def run(self, world: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
         from mgpu_check.gates.run.states import TrainingPart, train_and_keep
 
         directory.mkdir(parents=True, exist_ok=True)
-        training_part = TrainingPart(start, stop, directory, seed, place[1], **how)
-        kept = self._of(place) / name
-        with noting(f"steps {start} to {stop} at {where_is(*place)}"):
-            problems = self.ranks.run(train_and_keep, self.train, training_part, kept, size=place[0])
+        training_part = TrainingPart(start, stop, directory, seed, world[1], **how)
+        kept = self._of(world) / name
+        with noting(f"steps {start} to {stop} at {where_is(*world)}"):
+            problems = self.ranks.run(train_and_keep, self.train, training_part, kept, size=world[0])
         for problem in filter(None, problems):
             raise ValueError(problem)
         return kept
 
-    def _perturbed(self, place: Place) -> list[Path] | RankFailure | RankHang | ValueError:
+    def _perturbed(self, world: Place) -> list[Path] | RankFailure | RankHang | ValueError:
         """Return the perturbed runs, or their error: the cache keeps it, so that a hang is waited for once."""
         try:
             return [
-                self._uninterrupted(place, f"perturbed {signs}{sign}", spread=spread, signs=signs)
+                self._uninterrupted(world, f"perturbed {signs}{sign}", spread=spread, signs=signs)
                 for signs in range(_PAIRS)
                 for sign, spread in (("+", _SPREAD), ("-", -_SPREAD))
             ]
         except (RankFailure, RankHang, ValueError) as error:
             return error
 
-    def _uninterrupted(self, place: Place, name: str, stop: int | None = None, **how: Any) -> Path:
-        return self.run(place, 0, stop or 2 * self.steps, name, self._of(place) / f"of {name}", _SEED, **how)
+    def _uninterrupted(self, world: Place, name: str, stop: int | None = None, **how: Any) -> Path:
+        return self.run(world, 0, stop or 2 * self.steps, name, self._of(world) / f"of {name}", _SEED, **how)
 
-    def _of(self, place: Place) -> Path:
-        return self.root / where_is(*place)
+    def _of(self, world: Place) -> Path:
+        return self.root / where_is(*world)
 
 
 def _check(
@@ -446,8 +440,8 @@ def _check(
         )
     remarks = []
     if ends.wrong and tolerance is None:
-        # Correct code may round differently after a start: DistributedDataParallel uses other buckets in its first
-        # step. Other ranks add in another order.
+        # Correct code may round differently after a start: DistributedDataParallel rebuilds its buckets before its
+        # second step (pytorch/pytorch#44798). Other ranks add in another order.
         try:
             perturbed = training.perturbed(loaded)
             if isinstance(perturbed, BaseException):
@@ -458,7 +452,7 @@ def _check(
             if across:
                 how, ends = "up to what rounding could explain at most", compared(resumed, uninterrupted, rounded=True)
             remarks.append(
-                f"compared {how}, because the size of rounding errors could not be measured: {_first(error)}"
+                f"compared {how}, because the size of rounding errors could not be measured: {first_line(error)}"
             )
     if not ends.wrong:
         return
@@ -476,7 +470,7 @@ def _check(
     except (RankFailure, RankHang, ValueError) as error:
         # The failure is already proven; this run only explains it.
         call = f"train(rank, directory, {step}, {step})"
-        remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
+        remarks.append(f"what loading restores could not be seen: {call}: {first_line(error)}")
     attempts = Attempts()
     if state is not None and state.wrong:
         with contextlib.suppress(RankFailure, RankHang, ValueError):
@@ -534,7 +528,3 @@ def _case(saved: Place, loaded: Place, steps: int, last: int | None = None) -> d
     worlds: dict[str, object] = {"saved at": where_is(*saved), "resumed at": where_is(*loaded)}
     after = f"{last - steps} + {2 * steps - last}" if last not in (None, steps) else steps
     return {**(worlds if saved != loaded else {"world size": loaded[0]}), "steps": f"{steps} + {after}"}
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -195,11 +195,11 @@ def _report(
             observables.append(Observable(name, relations, row.detail))
     # Name a wrong parameter or buffer before a wrong answer: it is the cause.
     cause = (parameters or buffers or list(disagreements))[0]
-    again = cause.kind == "repeated"
-    summary = "another answer under another seed" if again else f"{cause.kind} {cause.name!r} differs"
+    unrepeatable = cause.kind == "repeated"
+    summary = "another answer under another seed" if unrepeatable else f"{cause.kind} {cause.name!r} differs"
     return Report(
         f"ranks give different answers in evaluation mode: {summary} on {named(cause.wrong)}"
-        + ("" if again else f": {cause.detail}"),
+        + ("" if unrepeatable else f": {cause.detail}"),
         case,
         observables,
         findings,

@@ -57,10 +57,7 @@ class RanksFixture(Protocol):
         """The number of calls that `_run_apart` can make at the same time."""
 
     def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world.
-
-        Return the results in the order of `arguments`.
-        """
+        """Run ``fn(*args)`` for all `arguments` at once, each on a rank alone in its world; return results in order."""
 
 
 def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> list[int]:
@@ -107,20 +104,14 @@ def check_count(function_name: str, argument: str, value: object, hint: str = ""
 
 
 def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = True) -> None:
-    """Raise a ValueError unless `tolerance` is None or a number from 0 to below 1.
-
-    A larger one would accept any result.
-
-    Args:
-        by_name: whether to accept a mapping of names to such numbers, too.
-    """
+    """Raise a ValueError unless `tolerance` is None, a number from 0 to below 1, or (`by_name`) a mapping to such."""
+    # A tolerance of 1 or more would accept any result.
     fractions = tolerance.values() if isinstance(tolerance, Mapping) and by_name else [tolerance]
     numbers = [value for value in fractions if isinstance(value, int | float) and not isinstance(value, bool)]
     if tolerance is not None and not (len(numbers) == len(fractions) and all(0 <= value < 1 for value in numbers)):
-        which = "for all tensors or by name" if by_name else "for all tensors"
         raise ValueError(
             f"{function_name}: tolerance={tolerance!r}; give a fraction of the largest magnitude, from 0 to below 1, "
-            f"{which}, or leave it out to have it measured"
+            f"for all tensors{' or by name' if by_name else ''}, or leave it out to have it measured"
         )
 
 
@@ -151,6 +142,10 @@ def definition_of(step: Callable[..., Any]) -> str:
         return ""
 
 
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def innermost(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function or class that a partial wraps, or the callable itself."""
     while isinstance(step, functools.partial):
@@ -170,7 +165,10 @@ def raise_unusable(gate: str, failure: Exception) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """The functions and options of the user."""
+    """The functions and options of the user.
+
+    A gate makes one and checks it with `check_arguments`. It travels to the ranks with each case, and is never changed.
+    """
 
     step: Callable[..., Any]  # ``step(model, batch, rank)``; or a class that is called with (model, rank) first
     build: Callable[[], Any]
@@ -191,10 +189,7 @@ def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], A
 
 
 def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) -> Callable[[Any], Any]:
-    """Return a function to call for each batch. A class is called with the model first.
-
-    The world size is passed if the reference has a parameter `world_size`.
-    """
+    """Return a function to call for each batch. It passes the world size to a reference with that parameter."""
     options = {"world_size": world_size} if wants_world_size(reference) else {}
     instance = reference(model) if is_class(reference) else reference
     return lambda batch: instance(model, batch, **options)

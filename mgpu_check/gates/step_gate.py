@@ -13,21 +13,14 @@ from hypothesis import strategies as st
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.comparison.coverage import check_unjudged
-from mgpu_check.gates.gate_arguments import (
-    Program,
-    RanksFixture,
-    check_arguments,
-    check_count,
-    definition_of,
-    name_of,
-    world_sizes_of,
-)
+from mgpu_check.gates.gate_arguments import Program, RanksFixture, check_arguments, check_count, name_of, world_sizes_of
 from mgpu_check.gates.run.step_runs import run_step
 from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Sizes, families, smallest_failure
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, check_meshes, size_of
 from mgpu_check.gates.search.trials import Trial, Trials, try_seeds
 from mgpu_check.numerics.placement import Placement
 
+_EXAMPLES = 24
 _SAMPLES = (12, 24, 48)
 """Batch sizes to try, each twice the one before: divisible by 1, 2, 3, 4, 6 and 12 micro-batches, then by 8 and 16."""
 
@@ -47,11 +40,7 @@ def micro_batches_of(ranks: RanksFixture, program: Program) -> int:
                 return max(1, passes[-1])
     except (RankFailure, RankHang):
         return 1
-    grows = all(doubled == 2 * count for count, doubled in pairwise(passes))
-    return _SAMPLES[0] // passes[0] if grows else 1
-
-
-_EXAMPLES = 24
+    return _SAMPLES[0] // passes[0] if all(doubled == 2 * count for count, doubled in pairwise(passes)) else 1
 
 
 def assert_step_scales(
@@ -127,15 +116,8 @@ def assert_step_scales(
         ValueError: an argument is wrong, or the step cannot be compared: it fails on one device, or `batch` returns
             another batch when it is called again under the same seed.
     """
-    program = Program(
-        step,
-        build,
-        None if isinstance(batch, st.SearchStrategy) else batch,
-        reference,
-        single_process,
-        placement=placement,
-        returned_by=returned_by,
-    )
+    of_batch = None if isinstance(batch, st.SearchStrategy) else batch
+    program = Program(step, build, of_batch, reference, single_process, placement=placement, returned_by=returned_by)
     reasons = check_unjudged(program.gate, unjudged)
     if micro_batches is not None:
         check_count(program.gate, "micro_batches", micro_batches)
@@ -209,11 +191,9 @@ def _assert_scales(
             failed = smallest_failure(trials, family.scenarios, family.examples)
         except RankHang as hang:
             # Most gates pass, so the diagnosis is imported here: that takes a tenth of a second.
-            from mgpu_check.gates.explanation.failure_report import late_hang
-            from mgpu_check.gates.explanation.investigation import no_return_of
+            from mgpu_check.gates.explanation.investigation import hang_of
 
-            lost = no_return_of(trials.name, trials.current, hang, definition_of(program.step))
-            raise late_hang(lost, hang) from None
+            raise hang_of(trials, hang) from None
         if failed is not None:
             raise _mismatch(trials, failed, [size for size, mesh in worlds if not mesh]) from failed.error
     trials.finish(worlds, unjudged)

@@ -176,18 +176,18 @@ def diagnose(
     findings += differing.constant({} if constants is None else constants)
     if previous is not None and previous.shape == got.shape and differing.equals(plain(previous).double()[mismatches]):
         findings.append(f"looks like a stale value: {differing.which} {differing.verb} what was there before")
-    parts = [plain(contribution).double()[mismatches] for contribution in contributions]
-    findings += differing.of_parts(parts, rank)
+    terms = [plain(contribution).double()[mismatches] for contribution in contributions]
+    findings += differing.of_parts(terms, rank)
     if count > 1 and not findings and differing.permuted():
         findings.append(f"looks like a permutation: {differing.which} hold the expected values in another order")
     if findings:
         return findings
     if count > 1 or wide.numel() <= 3:
-        return _narrower(got_.dtype, wide[mismatches], goal[mismatches], parts)
-    value, right = float(wide[mismatches]), float(goal[mismatches])
-    relative = abs(value - right) / abs(right) if right else math.inf
-    known = got_.dtype.is_floating_point and 0 < relative < 1
-    off = f"it is off by {relative:.1e} of its value, and " if known else ""
+        return _narrower(got_.dtype, wide[mismatches], goal[mismatches], terms)
+    value, goal_value = float(wide[mismatches]), float(goal[mismatches])
+    relative = abs(value - goal_value) / abs(goal_value) if goal_value else math.inf
+    shows_size = got_.dtype.is_floating_point and 0 < relative < 1
+    off = f"it is off by {relative:.1e} of its value, and " if shows_size else ""
     return [f"looks like a corrupted element: {off}all others are right"]
 
 
@@ -206,8 +206,8 @@ def _bits(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Tensor, c
     elif count == got.numel() and len(off.unique()) == 1:
         return []  # a number was added to all elements
     index, bit = flips[0]
-    first = f"{list(index)}, that of {show(rounded[index].item(), got.dtype)}"
-    return [f"looks like a flipped bit: bit {bit} of {count} elements is inverted, in the first, {first}"]
+    example = f"{list(index)}, that of {show(rounded[index].item(), got.dtype)}"
+    return [f"looks like a flipped bit: bit {bit} of {count} elements is inverted, in the first, {example}"]
 
 
 class _Differing:
@@ -298,7 +298,7 @@ def _narrower(
     if not bool(got.isfinite().all()) and bool(expected.isfinite().all()):
         largest = f"where up to {float(expected.abs().max()):.3g} was expected (float16 ends at 65504)"
         return [f"looks like an overflow: values that are not finite, {largest}"]
-    scale = torch.stack([part.abs() for part in contributions or [expected]]).sum(0)
+    scale = torch.stack([term.abs() for term in contributions or [expected]]).sum(0)
     relative = float(((got - expected).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
     terms = max(len(contributions), 1)
     for narrow, name in _NARROWER.get(dtype, ()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,17 +30,13 @@ _TABLE = 1 << 20  # signs in the table: their factors take 4 MB in float32, and 
 # and MIOpen normalize batches with operators of their own.
 _COMPOSED = get_decompositions(
     [
-        torch.ops.aten._fused_rms_norm_backward,
-        torch.ops.aten._log_softmax,
-        torch.ops.aten._log_softmax_backward_data,
-        torch.ops.aten._softmax,
-        torch.ops.aten._softmax_backward_data,
-        torch.ops.aten.batch_norm_backward,
-        torch.ops.aten.cudnn_batch_norm_backward,
-        torch.ops.aten.miopen_batch_norm_backward,
-        torch.ops.aten.native_batch_norm_backward,
-        torch.ops.aten.native_group_norm_backward,
-        torch.ops.aten.native_layer_norm_backward,
+        getattr(torch.ops.aten, name)
+        for name in (
+            *("_fused_rms_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax"),
+            *("_softmax_backward_data", "batch_norm_backward", "cudnn_batch_norm_backward"),
+            *("miopen_batch_norm_backward", "native_batch_norm_backward", "native_group_norm_backward"),
+            "native_layer_norm_backward",
+        )
     ]
 )
 
@@ -57,6 +53,8 @@ _COPYING = {
 
 class Perturbed(TorchDispatchMode):
     """Multiplies every floating-point result of an operator by 1 ± spread·u, with random signs.
+
+    A gate or a measurement makes one for a perturbed run of a step, and enters it for that run with its backward pass.
 
     u is the unit roundoff of the result's dtype. For float64 results it is `stands_for`, because float64 computes a
     narrower dtype's step more exactly. The mode works on the CPU and on simulated and real devices. Large tensors take
@@ -115,7 +113,7 @@ class Perturbed(TorchDispatchMode):
         return result
 
     def _after_collective(self, func: Any, written: Any) -> None:
-        """Change the tensors that a collective has written to; see `narrow.Dithered`."""
+        """Change the tensors that a collective has written to; see `steps.Dithered`."""
 
     def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
         """Multiply each element by a random factor near 1, in place.
@@ -150,16 +148,8 @@ class Perturbed(TorchDispatchMode):
         offsets = torch.randint(0, _TABLE - length + 1, (pieces,), generator=self.generator).tolist()
         if spared:
             return
-        if tensor.is_contiguous():
-            self._perturb_parts(tensor.view(-1), length, offsets, size, roundoff)
-        else:  # take the elements in the order of their indices, so that signs do not depend on the layout
-            values = tensor.flatten()
-            self._perturb_parts(values, length, offsets, size, roundoff)
-            tensor.copy_(values.view(tensor.shape))
-
-    def _perturb_parts(
-        self, flat: torch.Tensor, length: int, offsets: Sequence[int], size: float, roundoff: float
-    ) -> None:
+        # Take the elements in the order of their indices, so that signs do not depend on the layout.
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
         table = _factors(size, flat.dtype, flat.device)
         counts = self.counts and flat.element_size() > 2
         scratch = torch.empty((2, min(length, flat.numel())), dtype=flat.dtype, device=flat.device) if counts else None
@@ -169,6 +159,8 @@ class Perturbed(TorchDispatchMode):
             if scratch is not None and _has_counts(piece, *scratch[:, : piece.numel()]):
                 factor = torch.where((piece == piece.round()) & (piece.abs() <= 0.25 / roundoff), 1, factor)
             piece.mul_(factor)
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
 
 
 @functools.cache
@@ -183,7 +175,6 @@ def _signs() -> torch.Tensor:
 # A table is 4 or 8 MB, and making it takes as long as a small step: keep one per direction for each of two dtypes.
 @functools.lru_cache(maxsize=4)
 def _factors(size: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return factors of 1 ± size in random order."""
     up, down = torch.tensor([1 + size, 1 - size], dtype=dtype, device="cpu")
     return torch.where(_signs(), up, down).to(device)
 

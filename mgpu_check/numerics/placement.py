@@ -73,11 +73,11 @@ class Slice:
         if not self.at.numel():
             return "nothing"
         mask = box = self.mask
-        cut = {dim: used for dim in range(mask.dim()) if len(used := _used(mask, dim)) < mask.shape[dim]}
-        for dim, used in cut.items():
-            box = box.index_select(dim, used)
+        cut = {dim: held for dim in range(mask.dim()) if len(held := _held_indices(mask, dim)) < mask.shape[dim]}
+        for dim, indices in cut.items():
+            box = box.index_select(dim, indices)
         if bool(box.all()):  # all is held that has a used index in each dimension
-            return ", ".join(f"dim {dim}: {_ranges(used)} of {mask.shape[dim]}" for dim, used in cut.items()) or "all"
+            return ", ".join(f"dim {dim}: {_ranges(own)} of {mask.shape[dim]}" for dim, own in cut.items()) or "all"
         return f"elements {_ranges(mask.view(-1).nonzero().flatten())} of {mask.numel()}"
 
 
@@ -106,8 +106,7 @@ def indexed(shape: Sequence[int], index: object) -> torch.Tensor:
     return positions.reshape(-1)
 
 
-def _used(mask: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the indices along a dimension that hold an element."""
+def _held_indices(mask: torch.Tensor, dim: int) -> torch.Tensor:
     others = [axis for axis in range(mask.dim()) if axis != dim]
     return (mask.any(others) if others else mask).nonzero().flatten()
 
@@ -129,7 +128,10 @@ _MANY = 256  # places of one value above which it is a constant, such as the zer
 
 
 class Wholes:
-    """The tensors of a freshly built model, to look slices up. `named`: dense tensors on the CPU by name."""
+    """The tensors of a freshly built model, to look slices up. `named`: dense tensors on the CPU by name.
+
+    A gate or a comparison makes it from the single-device model before training, and asks it for the tensors of ranks.
+    """
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self._named = dict(named)
@@ -213,7 +215,6 @@ class Wholes:
         return slices
 
     def _flat(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[int, str]]]:
-        """Return all wholes of a dtype, one after the other, and where each starts."""
         if dtype not in self._flats:
             flats = {name: own.reshape(-1) for name, own in self._named.items() if own.dtype == dtype and own.numel()}
             starts = itertools.accumulate(map(len, flats.values()), initial=0)
@@ -488,10 +489,10 @@ def along_axes(
     if full_tensor is None or cut is None:
         return None
     shape, cuts = tuple(full_tensor.shape), [(own, _cut(own.shape, local_shape)) for local_shape, own in others]
-    alike = [(own, other) for own, other in cuts if other is not None and other[1] == cut[1]]
+    alike = [(own, own_cut) for own, own_cut in cuts if own_cut is not None and own_cut[1] == cut[1]]
 
     def is_place(index: int) -> bool:
-        chunks = [(own.at, _chunk(own.shape, other, index)) for own, other in alike]
+        chunks = [(own.at, _chunk(own.shape, own_cut, index)) for own, own_cut in alike]
         return bool(chunks) and all(at is not None and torch.equal(at, chunk) for at, chunk in chunks)
 
     places = {index for index, size in coordinates.values() if size == cut[1] and is_place(index)}

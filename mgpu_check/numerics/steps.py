@@ -385,7 +385,6 @@ def measure_step_provisionally(step: Step, inputs: Results[str], single: Results
 
 
 def _narrow(inputs: Results[str]) -> tuple[dict[str, torch.Tensor], float]:
-    """Return inputs on the CPU, and their unit roundoff."""
     narrow = {name: plain(value) for name, value in inputs.items()}
     floating = [value.dtype for value in narrow.values() if value.is_floating_point()]
     if not floating:
@@ -401,7 +400,6 @@ def _check_names(single: Results[str], results: Results[str]) -> None:
 def _moved(
     step: Step, inputs: Results[str], pairs: int, seed: int, spread: float, roundoff: float
 ) -> list[Results[str]]:
-    """Run `step` perturbed, in pairs of directions."""
     generator = torch.Generator().manual_seed(seed)
     moved: list[Results[str]] = []
     for _ in range(pairs):

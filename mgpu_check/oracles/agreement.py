@@ -66,7 +66,8 @@ def named_wrong(
     for device in dict.fromkeys(wrong_case.device for wrong_case in wrong_cases):
         case_names = list(dict.fromkeys(wrong_case.case for wrong_case in wrong_cases if wrong_case.device == device))
         if len(case_names) > 1 or len(by_case) > 1:
-            listed = ", ".join(f"[{name}]" for name in case_names[:_LISTED]) + ", …" * (len(case_names) > _LISTED)
+            shown = [f"[{name}]" for name in case_names[:_LISTED]]
+            listed = ", ".join([*shown, "…"] if len(case_names) > _LISTED else shown)
             text += f"\n{device}: {len(case_names)} of {cases} cases are wrong: {listed}"
     return DeviceMismatch(text, ranks=indices_of(*(wrong_case.device for wrong_case in wrong_cases)))
 
@@ -79,8 +80,8 @@ def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bo
     return f"{', '.join(map(str, odd))} are"
 
 
-def difference(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> str:
-    """Describe how a tensor on any device differs from the expected one; "" if it does not."""
+def difference(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> str | None:
+    """Describe how a tensor on any device differs from the expected one; None if it does not."""
     if got.shape != expected.shape:
         return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.dtype != expected.dtype:
@@ -88,7 +89,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> s
     actual, reference = as_real(plain(got)), as_real(plain(expected))
     mask = _wrong(actual, reference, comparison)
     if mask is None or not bool(mask.any()):
-        return ""
+        return None
     count, flat = int(mask.sum()), int(mask.reshape(-1).to(torch.int8).argmax())
     should, shown = (_shown(tensor.reshape(-1)[flat], comparison) for tensor in (reference, actual))
     at = f"{count} of {actual.numel()} elements, the first {list(index_of(flat, actual.shape))}"

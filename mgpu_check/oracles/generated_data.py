@@ -313,7 +313,6 @@ def compare(
 
 
 def _looks(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, names_by_tag: Mapping[int, str]) -> str:
-    """Describe the wrong bytes at `positions`."""
     bad = got[positions]
     if torch.equal(bad, expected[positions]):
         text = "the device finds it wrong, but the host reads it right"
@@ -332,8 +331,10 @@ def _looks(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, n
     return "it holds other data"
 
 
-def _origin(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, names_by_tag: Mapping[int, str]) -> str:
-    """Name the origin of wrong bytes, decoded from their words; "" if they have no known tag."""
+def _origin(
+    got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, names_by_tag: Mapping[int, str]
+) -> str | None:
+    """Name the origin of wrong bytes, decoded from their words; None if they have no known tag."""
     start = int(positions[0])
     # Shifted content may begin in the middle of a word, so try all phases.
     for phase in range(_WORD):
@@ -351,9 +352,9 @@ def _origin(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, 
             if due is not None and due[0] == content[0]:
                 moved = begins - (due[1] * _WORD - back)
                 direction = "further on" if moved > 0 else "further back"
-                return f"it holds {name}, {abs(moved)} bytes {direction}" if moved else ""
+                return f"it holds {name}, {abs(moved)} bytes {direction}" if moved else None
         return f"it holds {name}"
-    return ""
+    return None
 
 
 def _read(memory: torch.Tensor, at: int) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Hypothesis strategies of the cases that several properties share: world sizes, devices, tensors, batches, training.
 
 Worlds and devices are limited to the devices of the run. Batches are split along one dimension over these devices.
-Operators have their operands on two devices.
+Operators have their operands on two devices. `examples` makes Hypothesis' settings of the packaged properties.
 """
 
 from __future__ import annotations
@@ -32,6 +32,52 @@ from mgpu_check.oracles.training.cases import OPTIMIZERS, ExactTraining, Trainin
 
 T = TypeVar("T")
 
+MORE = st.builds(lambda: settings.active().depth != "quick")
+"""True above the level "quick". Drawn, because the options are known when examples are drawn, but not on ranks."""
+
+_FEWEST = 12
+_LEVELS = {"quick": 0.25, "standard": 1.0, "long": 10.0}
+"""Number of examples at each level, as a share of the number at the level "standard"."""
+
+_settings_by_id: dict[int, tuple[hypothesis.settings, int, int | None]] = {}
+"""The settings that `examples` made, with its arguments, by their ``id``."""
+
+
+def examples(count: int, *, quick: int | None = None) -> hypothesis.settings:
+    """Make Hypothesis settings for a packaged property.
+
+    There is no deadline, because the first example of a world size starts its ranks; and no example database, because a
+    run leaves no files in its directory.
+
+    Args:
+        count: number of examples at the level "standard". The level "long" has ten times as many.
+        quick: number of examples at the level "quick", at most `count`. Default a quarter of `count`, but at least 12.
+    """
+    adjusted = hypothesis.settings(
+        max_examples=_count(count, quick, settings.active().depth),
+        phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    _settings_by_id[id(adjusted)] = adjusted, count, quick
+    return adjusted
+
+
+def at_level(original: hypothesis.settings, level: str) -> hypothesis.settings:
+    """Return the settings with the number of examples of another level; unchanged if `examples` did not make them."""
+    if id(original) not in _settings_by_id:
+        return original
+    _, count, quick = _settings_by_id[id(original)]
+    return hypothesis.settings(original, max_examples=_count(count, quick, level))
+
+
+def _count(count: int, quick: int | None, level: str) -> int:
+    share = _LEVELS[level]
+    if share >= 1:
+        return round(count * share)
+    return min(count, max(_FEWEST, round(count * share)) if quick is None else quick)
+
 
 def _devices() -> int:
     return settings.active().gpus or 0
@@ -43,6 +89,7 @@ def is_only_example() -> bool:
     Hypothesis tries the simplest example first, so such a test would draw the same one in every run. Its seeds differ
     between runs, and its world sizes are those that the first of several examples has.
     """
+    # While a test runs, the default is the settings of the test (hypothesis/core.py, local_settings, Hypothesis 6.170).
     return hypothesis.settings.default is not None and hypothesis.settings.default.max_examples == 1
 
 
@@ -53,7 +100,10 @@ def first_of(choices: Sequence[T]) -> st.SearchStrategy[T]:
 
 @st.composite
 def _when_drawn(draw: st.DrawFn, make: Callable[[], st.SearchStrategy[T]]) -> T:
-    """Draw from the strategy that `make` returns now; `st.deferred` would keep its first result."""
+    """Draw from the strategy that `make` returns now.
+
+    `st.deferred` keeps its first result (hypothesis/strategies/_internal/deferred.py, Hypothesis 6.170).
+    """
     return draw(make())
 
 
@@ -184,7 +234,7 @@ def device_pairs(*, cpu: bool = True) -> st.SearchStrategy[tuple[str, str]]:
 
 
 def _places(cpu: bool) -> list[str]:
-    return ["cpu"] * cpu + [f"cuda:{index}" for index in range(settings.active().gpus_of_host)]
+    return [*(["cpu"] if cpu else []), *(f"cuda:{index}" for index in range(settings.active().gpus_of_host))]
 
 
 def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
@@ -297,10 +347,7 @@ def mostly_all(draw: st.DrawFn, least: int = 1) -> int:
 
 @st.composite
 def exact_trainings(
-    draw: st.DrawFn,
-    *,
-    batch: Sequence[int] = (7, 8, 5, 2, 13),
-    momentum: Sequence[float] = (0.5, 0.0),
+    draw: st.DrawFn, *, batch: Sequence[int] = (7, 8, 5, 2, 13), momentum: Sequence[float] = (0.5, 0.0)
 ) -> ExactTraining:
     """Draw exact training of a perceptron with one hidden layer, in two steps.
 
@@ -406,7 +453,8 @@ def splits(
     devices = draw(st.one_of(device_counts(), st.just(total)))
     dim = draw(st.sampled_from(tuple(dims)))
     size = draw(batch_sizes(devices))
-    # scatter views a complex tensor as real with one more last dimension, so a negative dim would be off by one.
+    # Scatter views a complex tensor as real with one more last dimension, so a negative dim would be off by one
+    # (torch/nn/parallel/_functions.py, Scatter.forward, torch 2.13).
     possible = (*dtypes, *COMPLEX_DTYPES) if dim >= 0 and dtypes == DTYPES else dtypes
     batch = draw(batches(size, dim, dtypes=possible, values=values, leaves=leaves, kinds=kinds))
     source, target = draw(st.one_of(places(), st.just(PINNED))), draw(places())

@@ -6,16 +6,30 @@ A batch is tensors and other values, nested in containers. Its split over device
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import torch as torch
+    from torch import nn as nn
 
-    import torch
+    F = nn.functional
+else:
 
+    class _OnFirstUse:
+        """Stand for torch in specs and tables that processes without torch read too: its first use imports torch."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(importlib.import_module(self._name), attribute)
+
+    torch, nn, F = (_OnFirstUse(name) for name in ("torch", "torch.nn", "torch.nn.functional"))
 
 FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8")
@@ -91,8 +105,6 @@ class TensorSpec:
 
         The result always has the same bits.
         """
-        import torch
-
         if device == PINNED:
             return self.build().pin_memory()
         base, window = self._storage()
@@ -103,8 +115,6 @@ class TensorSpec:
         return laid_out
 
     def _data(self) -> torch.Tensor:
-        import torch
-
         dtype: torch.dtype = getattr(torch, self.dtype)
         generator = torch.Generator(device="cpu").manual_seed(self.seed)
         if self.values == "bits" and self.dtype != "bool":
@@ -144,8 +154,6 @@ class TensorSpec:
 
 def _countable(dtype: torch.dtype) -> int:
     """Return the number of consecutive integers from 0 that the dtype represents exactly."""
-    import torch
-
     if dtype == torch.bool:
         return 2
     if dtype.is_floating_point:
@@ -154,8 +162,6 @@ def _countable(dtype: torch.dtype) -> int:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    import torch
-
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator, device="cpu").bool()
     if dtype.is_floating_point:
@@ -166,8 +172,6 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 
 def _any_bits(shape: tuple[int, ...], name: str, generator: torch.Generator) -> torch.Tensor:
-    import torch
-
     dtype: torch.dtype = getattr(torch, name)
     data = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8, device="cpu")
     exponent = _EXPONENTS.get(name)
@@ -297,8 +301,6 @@ class Contributions:
 
     def parts(self, count: int) -> list[torch.Tensor]:
         """Return the contributions of `count` ranks, contiguous, on the CPU."""
-        import torch
-
         from mgpu_check.numerics import reduction
 
         make = reduction.random_parts

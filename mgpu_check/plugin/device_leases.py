@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TooFewDevices(Exception):
-    """The machine has fewer devices than the run asks for."""
+    """The machine has fewer devices than the run asks for, or the launched ranks do not match its options."""
 
 
 def too_few(settings: Settings, inventory: Inventory, environment: Mapping[str, str], torch: str) -> str:
@@ -26,8 +26,8 @@ def too_few(settings: Settings, inventory: Inventory, environment: Mapping[str, 
     devices = inventory.devices
     masked = environment.get(inventory.mask)
     requested = "all" if settings.gpus is None else settings.gpus
-    names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
-    clauses = [f"--gpus={requested} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {names}"]
+    listed = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
+    clauses = [f"--gpus={requested} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {listed}"]
     if settings.simulate:
         origin = settings.origins["simulate"]
         clauses.insert(0, f"--simulate={settings.simulate} ({origin}): that device is not visible")
@@ -100,6 +100,9 @@ class RunDirectory:
 class Leasing:
     """The devices of the current test.
 
+    `GpuSession` makes one on first use, when the devices are counted. It calls `begin` before each test, which may
+    wait, and `end` after it.
+
     Real devices are leased among all processes of the machine. Simulated devices are leased among the workers of one
     run that share a simulated node. A real device that backs simulated ones is not leased: other processes on it do not
     affect the results, and leases would serialize the tests of all runs.
@@ -169,7 +172,6 @@ class Leasing:
         return tuple(Slot(0, index) for index in (self.indices if self._real else range(len(self.indices))))
 
     def end(self) -> None:
-        """Give the devices back."""
         self.active = False
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -186,7 +188,7 @@ class Leasing:
         return Mask(dict.fromkeys(sorted(variables), value), tuple(device.uuid for device in own))
 
 
-def told(waits: Sequence[float]) -> list[str]:
+def described_waits(waits: Sequence[float]) -> list[str]:
     """Describe, for the end of the run, how long tests waited for devices.
 
     `waits`: seconds that each delayed test waited. Returns one line with the number of tests and their total time;

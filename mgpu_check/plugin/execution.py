@@ -67,7 +67,8 @@ class Absent(channel.Placeholder):
 def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterator[None]:
     """Within the context, make a call of `item.obj` run the test in the process that `needs` names."""
     handle = getattr(item.obj, "hypothesis", None)
-    original: Any = item.obj if handle is None else handle.inner_test
+    holder, attribute = (item, "obj") if handle is None else (handle, "inner_test")
+    original: Any = getattr(holder, attribute)
     with (
         by_value(session.test.modules),
         _settings_for_ranks(item),
@@ -80,19 +81,13 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)
         setattr(counted, ORIGINAL, original)
-        if handle is None:
-            item.obj = counted
-        else:
-            handle.inner_test = counted
+        setattr(holder, attribute, counted)
         session.test.in_body = True
         try:
             yield
         finally:
             session.test.in_body = False
-            if handle is None:
-                item.obj = original
-            else:
-                handle.inner_test = original
+            setattr(holder, attribute, original)
 
 
 def modules_of(item: pytest.Item) -> list[types.ModuleType]:
@@ -222,7 +217,8 @@ def _each_example_for_itself() -> Iterator[None]:
     """Make Hypothesis draw each example independently.
 
     By default, five of six examples after the tenth are mutations of the previous one and keep its world size, dtype
-    and layout. A check with a few dozen examples would cover only a handful of each.
+    and layout (hypothesis/internal/conjecture/engine.py, generate_mutations_from, 6.170). A check with a few dozen
+    examples would cover only a handful of each.
     """
     runner = private_names.runner()
     has_copies = hasattr(runner, private_names.COPIES)  # not in every version of Hypothesis

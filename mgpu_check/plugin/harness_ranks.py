@@ -44,7 +44,9 @@ class Pipe:
     """A placeholder for a connection to the pytest process among arguments: the rank makes an unread pipe instead."""
 
 
-def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> tuple[int, str]:
+def run(
+    rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+) -> tuple[int, str | None]:
     """Call ``_run`` of a `MultiProcessTestCase` with the arguments of this rank; raise the error of the test's body.
 
     Returns the exit code; and the reason if the body raised `SkipTest`, which the exit code does not show.
@@ -55,7 +57,8 @@ def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Ma
     cls = owner.load()
     logging.getLogger(HOME).setLevel(logging.CRITICAL)  # it logs the traceback that the report has anyway
     args, kwargs = of_ranks[rank.index]
-    code, reason = 0, ""
+    code = 0
+    reason: str | None = None
     kept, passed = multiprocessing.Pipe()  # kept: an end that is closed would be an error of the other one
     with kept:
         try:
@@ -63,7 +66,7 @@ def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Ma
         except SystemExit as exit:
             if exit.code == cls.TEST_ERROR_EXIT_CODE and isinstance(exit.__context__, Exception):
                 raise exit.__context__ from None
-            reason = str(exit.__context__) if isinstance(exit.__context__, unittest.SkipTest) else ""
+            reason = str(exit.__context__) if isinstance(exit.__context__, unittest.SkipTest) else None
             code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     if dist.is_initialized():
         # The end of a process of the harness closes its connections, and ranks that wait for it raise.

@@ -8,7 +8,6 @@ start of its processes is replaced, and the wait for them. `harness_ranks` is th
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import time
 import unittest
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
+from inspect import getattr_static
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,7 +45,10 @@ def harness_of(cls: type) -> type | None:
 
 
 class HarnessRuns:
-    """Runs tests on forked ranks. `fork`: makes a world of the given number of bare processes."""
+    """Runs tests on forked ranks. `fork`: makes a world of the given number of bare processes.
+
+    `Adapting` makes one if a collected test is to be adapted, and enters `in_place_of` around each such test.
+    """
 
     def __init__(self, fork: Callable[[int], BareWorld], settings: Settings) -> None:
         self.used = False  # whether the current test has run on forked ranks
@@ -134,7 +137,7 @@ class _SpawnedRanks:
             account: Any = died.account
             codes = {rank: end.exit_code for rank, end in account.died.items()}
             returned = self._world.returned()
-            ends = [returned.get(rank, (codes.get(rank), "")) for rank in range(len(self._processes))]
+            ends = [returned.get(rank, (codes.get(rank), None)) for rank in range(len(self._processes))]
         try:
             for process, (code, _) in zip(self._processes, ends, strict=True):
                 process.exitcode = code
@@ -198,7 +201,6 @@ class _KeptRanks:
 
 
 def _sendable(argument: object) -> object:
-    """Return an argument for a rank; in place of a connection, what makes one there."""
     if not isinstance(argument, Connection):
         return argument
     argument.close()  # so that the harness does not wait for a text that a rank never sends
@@ -251,20 +253,23 @@ class Adapting:
             harness = harness_of(cls) if cls is not None else None
             if harness is None or not (self._session.settings.adapt_torch_tests or getattr(cls, _ASKED, False)):
                 continue
-            changed = [name for name in REPLACED[harness.__name__] if _static(cls, name) is not _static(harness, name)]
+            methods = REPLACED[harness.__name__]
+            changed = [name for name in methods if getattr_static(cls, name) is not getattr_static(harness, name)]
             if changed:
                 item.stash[_OWN] = f"it overrides {', '.join(changed)} of {harness.__name__}"
             else:
                 item.stash[_HARNESS] = harness
                 wanted = True
         if wanted:
-            from mgpu_check.engine.world import BareProcesses
+            from mgpu_check.engine.launcher import LocalLauncher
+            from mgpu_check.engine.world import BareWorld
             from mgpu_check.plugin.session import started
+            from mgpu_check.processes.environments import FIRST
 
-            processes = BareProcesses(("mgpu_check.plugin.harness_ranks", *_modules_of_torch()))
-            started(processes.start)
-            session.config.add_cleanup(processes.close)
-            self._runs = HarnessRuns(processes.fork, self._session.settings)
+            launcher = LocalLauncher(("mgpu_check.plugin.harness_ranks", *_modules_of_torch()), hash_seed=FIRST)
+            started(launcher.start)
+            session.config.add_cleanup(launcher.close)
+            self._runs = HarnessRuns(lambda size: BareWorld(launcher, size), self._session.settings)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -282,8 +287,8 @@ class Adapting:
         from mgpu_check.plugin.report import failures
 
         output = []
-        if own := item.stash.get(_OWN, ""):
-            item.user_properties.append((_PROPERTY, own))
+        if _OWN in item.stash:
+            item.user_properties.append((_PROPERTY, item.stash[_OWN]))
         elif self._runs is not None and self._runs.used:
             item.user_properties.append((_PROPERTY, _HERE))
             output = self._runs.output
@@ -303,13 +308,9 @@ class Adapting:
         if not counts:
             return
         on_ranks = counts.pop(_HERE, 0)
-        clauses = [f"{on_ranks} test{'s' * (on_ranks != 1)} of torch's harnesses ran on forked ranks"]
+        clauses = [f"{on_ranks} test{'' if on_ranks == 1 else 's'} of torch's harnesses ran on forked ranks"]
         clauses += [f"{count} in their own harness: {reason}" for reason, count in counts.items()]
         terminalreporter.line(f"mgpu-check: {'; '.join(clauses)}", yellow=bool(counts))
-
-
-def _static(cls: type | None, name: str) -> object:
-    return inspect.getattr_static(cls, name)
 
 
 def _modules_of_torch() -> list[str]:

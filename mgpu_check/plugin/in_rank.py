@@ -12,7 +12,6 @@ import io
 import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from mgpu_check.engine.rank_side.python_hooks import Measuring, refused, without
 from mgpu_check.engine.rank_side.worker import at_rest, log_files, tell
 from mgpu_check.errors import CheckFailure, UnexpectedError
 from mgpu_check.plugin.private_names import ExceptionInfo, TerminalWriter, Traceback, TracebackEntry, assertion, util
-from mgpu_check.plugin.rank_messages import Collector, Logging, logged
-from mgpu_check.plugin.replacements import Changes
-from mgpu_check.plugin.serialization import Planting
+from mgpu_check.plugin.rank_messages import Collector, logged
+from mgpu_check.plugin.serialization import Shipped
 from mgpu_check.processes.rank_pickling import EXPLAIN, without_engine
 from mgpu_check.processes.tracebacks import is_check, is_engine, is_of_checks
 from mgpu_check.torch_hooks.patches import replaced
@@ -74,42 +72,24 @@ _measuring = Measuring(at_rest)
 at_rest(_collector.forget)
 
 
-def call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    filters: Sequence[tuple[Any, ...]],
-    fault: Planting | None,
-    drawn: bool,
-    coverage: str | None,
-    changes: Changes | None,
-    how_to_log: Logging | None,
-) -> Any:
-    """Call `function` as pytest would.
-
-    Args:
-        filters: arguments of `warnings.filterwarnings`, highest priority first.
-        fault: what to plant in the process during the call, or None.
-        drawn: whether the arguments may come from a Hypothesis example.
-        coverage: configuration of the coverage measurement; see `Measuring`.
-        changes: what fixtures and test files have changed in modules.
-    """
-    example = _collector.example(function) if drawn else contextlib.nullcontext()
-    _measuring.start(coverage)
+def call(shipped: Shipped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the function that a rank has received as pytest would."""
+    example = _collector.example(shipped.function) if shipped.drawn else contextlib.nullcontext()
+    _measuring.start(shipped.coverage)
     try:
         with (
-            replaced(util, "_reprcompare", _explain),  # as pytest does around a test in its own process
-            _collector.filtered(reversed(filters)),
+            # As pytest does around a test in its own process (_pytest/assertion/__init__.py, pytest_runtest_protocol).
+            replaced(util, "_reprcompare", _explain),
+            _collector.filtered(reversed(shipped.filters)),
             reported_to(lambda met: tell(("known", (met.name, met.failed)))),
             heard_by(lambda case: tell(("left_out", case))),
-            contextlib.nullcontext() if fault is None else fault.planted(),
+            contextlib.nullcontext() if shipped.fault is None else shipped.fault.planted(),
             example,
             without_debugger(),
-            changes or contextlib.nullcontext(),
-            logged(how_to_log, log_files, tell),
+            shipped.changes or contextlib.nullcontext(),
+            logged(shipped.how_to_log, log_files, tell),
         ):
-            result = function(*args, **kwargs)
+            result = shipped.function(*args, **kwargs)
             _warn_of_strays()
             return result
     except BaseException as raised:
@@ -167,9 +147,9 @@ class _Config:
         }[name]
 
 
-def _explain(op: str, left: object, right: object) -> str | None:
+def _explain(op: str, ours: object, theirs: object) -> str | None:
     try:
-        lines = assertion.pytest_assertrepr_compare(config=_Config(), op=op, left=left, right=right)  # type: ignore[arg-type]
+        lines = assertion.pytest_assertrepr_compare(config=_Config(), op=op, left=ours, right=theirs)  # type: ignore[arg-type]
     except Exception:
         return None
     if not lines:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.devices.inventory import Device
 from mgpu_check.engine.remote import launched_process
+from mgpu_check.plugin.device_leases import TooFewDevices
 from mgpu_check.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,12 +17,7 @@ if TYPE_CHECKING:
     from mgpu_check.engine.remote.driver import AgentLauncher
 
 
-class Misfit(Exception):
-    """The launched ranks do not match the options of the run."""
-
-
 def is_launched() -> bool:
-    """Return whether a launcher has launched the ranks of this run."""
     return launched_process.driver() is not None
 
 
@@ -52,7 +48,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     """Wait for all launched ranks, and give the pool as many of them as the run asks for.
 
     Returns the settings, with the number of GPUs and their hosts filled in; and the real devices, host by host. Raises
-    `Misfit`: launched ranks are missing, inconsistent or too few, or see too few devices.
+    `TooFewDevices`: launched ranks are missing, inconsistent or too few, or see too few devices.
     """
     from mgpu_check.engine.pool import devices_of_host
     from mgpu_check.engine.remote.driver import WrongLaunch
@@ -60,8 +56,8 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     try:
         slots = launcher.gather()
     except WrongLaunch as wrong:
-        raise Misfit(str(wrong)) from None
-    hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
+        raise TooFewDevices(str(wrong)) from None
+    hosts = _hosts(launcher)
     gpus = len(slots) if settings.gpus is None else settings.gpus
     each, remainder = divmod(gpus, len(slots))
     # The ranks of a process share its hash seed, so a world on one host needs two processes to have two seeds.
@@ -70,7 +66,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
         slots = launcher.place(each)
     if gpus > len(slots):
         alternative = " or a multiple of it" if shared else ""
-        raise Misfit(
+        raise TooFewDevices(
             f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one "
             f"for each GPU, or use --gpus={len(slots)}{alternative}"
         )
@@ -86,7 +82,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
             visible = inventory.devices
             wanted = 1 if launcher.visible_on(host) == 1 and not backing else backing or count
             if len(visible) < wanted:
-                raise Misfit(
+                raise TooFewDevices(
                     f"--gpus={gpus} ({settings.origins['gpus']}): {count} ranks were launched on "
                     f"{launcher.hosts[host].name}, but a process there sees {len(visible)} GPUs; to simulate them: "
                     "--simulate" + (f"\n  {inventory.trouble}" if inventory.trouble else "")
@@ -95,11 +91,13 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     return replace(settings, gpus=gpus, per_host=per_host), devices
 
 
+def _hosts(launcher: AgentLauncher) -> str:
+    return ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
+
+
 def describe(launcher: AgentLauncher) -> str:
-    """Describe the hosts, for the header of a run."""
-    hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
-    text = f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {hosts}"
+    text = f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {_hosts(launcher)}"
     driver = launched_process.driver()
-    if driver is None or not driver.trusting:
+    if driver is None or driver.trusting is None:
         return text
     return f"{text}; NETWORK TRUSTED: anyone who can reach {driver.trusting} can run code in this run (--trust-network)"

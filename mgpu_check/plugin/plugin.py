@@ -53,7 +53,8 @@ def complete_values(early_config: pytest.Config, parser: pytest.Parser, args: li
     for index in alone:
         args[index] += "=" + OPTIONS[args[index][2:].replace("-", "_")].command_line["const"]
     namespace = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
-    # pytest sets this after it has parsed the arguments. Without it, conftests above the root would be loaded.
+    # pytest sets this after it has parsed the arguments (_pytest/config/__init__.py, before it calls
+    # pytest_load_initial_conftests, 9.2). Without it, conftests above the root would be loaded.
     namespace.confcutdir = early_config.known_args_namespace.confcutdir
     early_config.known_args_namespace = namespace
 
@@ -173,7 +174,7 @@ def _invocation(config: pytest.Config) -> Invocation:
 
         worker_report = getattr(config, "workerinput", {}).get(WORKER_REPORT)
         config.stash[INVOCATION] = (
-            replay.Invocation.of(config) if worker_report is None else replay.Invocation.told(worker_report)
+            replay.Invocation.of(config) if worker_report is None else replay.Invocation.rebuilt(worker_report)
         )
     return config.stash[INVOCATION]
 
@@ -325,11 +326,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except pytest.UsageError as error:
         misuse = str(error)
     except BaseException as error:
-        if (
-            pyfuncitem.config.getoption("gpu_replay")
-            and type(error).__name__ == "DidNotReproduce"
-            and session.test.examples
-        ):
+        replays = pyfuncitem.config.getoption("gpu_replay") and session.test.examples
+        if replays and type(error).__name__ == "DidNotReproduce":
             return True  # Hypothesis raises an error if the example passes, but for a replay that is the good case
         if not isinstance(error, RankFailure):
             raise
@@ -374,7 +372,7 @@ def pytest_runtest_makereport(
     from mgpu_check.plugin.report import failures, outcomes, replay
 
     session = item.config.stash[SESSION]
-    # unittest catches errors itself. pytest fetches them from the item in this hook.
+    # unittest catches errors itself. pytest fetches them from the item in this hook (_pytest/unittest.py, 9.2).
     caught = call.excinfo or next(iter(getattr(item, "_excinfo", None) or ()), None)
     error = caught.value if caught is not None else None
     if call.when == "call" and item.stash.get(TOLD, None) is not None:
@@ -417,7 +415,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
             # Here, because the controller no longer listens.
             terminal.tell(session.config, gpu_session.notes.interrupted)
-        output[WORKER_REPORT] = gpu_session.notes.told()
+        output[WORKER_REPORT] = dataclasses.asdict(gpu_session.notes)
     if gpu_session.notes.deaths and output is None:
         from mgpu_check.plugin.report import failures
 

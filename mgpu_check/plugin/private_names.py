@@ -11,39 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest import assertion
-from _pytest._code import ExceptionInfo
-from _pytest._code.code import (
-    ExceptionRepr,
-    ReprEntryNative,
-    ReprExceptionInfo,
-    ReprFileLocation,
-    ReprTraceback,
-    Traceback,
-    TracebackEntry,
-)
-from _pytest._io import TerminalWriter
-from _pytest.assertion import util
-from _pytest.assertion.rewrite import AssertionRewritingHook
-from _pytest.logging import LogCaptureHandler
-from _pytest.unittest import TestCaseFunction
-
-__all__ = [
-    "AssertionRewritingHook",
-    "ExceptionInfo",
-    "ExceptionRepr",
-    "LogCaptureHandler",
-    "ReprEntryNative",
-    "ReprExceptionInfo",
-    "ReprFileLocation",
-    "ReprTraceback",
-    "TerminalWriter",
-    "TestCaseFunction",
-    "Traceback",
-    "TracebackEntry",
-    "assertion",
-    "util",
-]
+from _pytest import assertion as assertion
+from _pytest._code import ExceptionInfo as ExceptionInfo
+from _pytest._code.code import ExceptionRepr as ExceptionRepr
+from _pytest._code.code import ReprEntryNative as ReprEntryNative
+from _pytest._code.code import ReprExceptionInfo as ReprExceptionInfo
+from _pytest._code.code import ReprFileLocation as ReprFileLocation
+from _pytest._code.code import ReprTraceback as ReprTraceback
+from _pytest._code.code import Traceback as Traceback
+from _pytest._code.code import TracebackEntry as TracebackEntry
+from _pytest._io import TerminalWriter as TerminalWriter
+from _pytest.assertion import util as util
+from _pytest.assertion.rewrite import AssertionRewritingHook as AssertionRewritingHook
+from _pytest.logging import LogCaptureHandler as LogCaptureHandler
+from _pytest.unittest import TestCaseFunction as TestCaseFunction
 
 SETTINGS = "_hypothesis_internal_use_settings"
 """Attribute of a test function: its settings. Absent from a test that draws nothing."""
@@ -97,7 +78,6 @@ def ini_file_of(directory: Path, folder: Path) -> Path | None:
 
 
 def argument_names(item: pytest.Function) -> Sequence[str]:
-    """Return the names of the fixtures that a test takes."""
     return item._fixtureinfo.argnames
 
 

@@ -51,8 +51,6 @@ class Logging:
 
 
 class _Records(logging.Handler):
-    """Sends records to the pytest process."""
-
     def __init__(self, tell: Callable[[tuple[str, Any]], None]) -> None:
         super().__init__()
         self._tell, self._left = tell, _MOST_RECORDS
@@ -111,7 +109,10 @@ _Warning = tuple[tuple[tuple[str, str], ...], str, str, int]
 
 
 class Collector:
-    """Forwards the warnings and Hypothesis notes of one rank to the pytest process, each warning once per test."""
+    """Forwards the warnings and Hypothesis notes of one rank to the pytest process, each warning once per test.
+
+    `in_rank` makes one when it is imported. A rank uses it in each call, and makes it forget at the end of each test.
+    """
 
     def __init__(self, tell: Callable[[tuple[str, Any]], None]) -> None:
         self._tell = tell
@@ -152,7 +153,8 @@ class Collector:
     def example(self, function: Callable[..., Any]) -> Iterator[None]:
         """Make `note`, `event`, `target` and `assume` work in `function`, as in a test that runs in the pytest process.
 
-        Uses internals of Hypothesis, which has no public interface for an example that another process drew.
+        Hypothesis has no public interface for an example that another process drew. These are the attributes that its
+        functions read in the current context (hypothesis/control.py, BuildContext and current_build_context, 6.170).
         """
         code = getattr(getattr(function, "func", function), "__code__", None)
         if "hypothesis" not in sys.modules and code is not None and _imports_hypothesis(code):
@@ -199,7 +201,8 @@ def keep_steps(error: BaseException) -> None:
     control: Any = sys.modules.get("hypothesis.control")
     if control is not None:
         with contextlib.suppress(Exception):
-            # The list itself, not a copy: the last step is appended only when the error ends it.
+            # The list itself, not a copy: the last step is appended only when the error ends it
+            # (hypothesis/stateful.py, 6.170).
             setattr(error, _STEPS, control.current_build_context().data._stateful_repr_parts)
 
 

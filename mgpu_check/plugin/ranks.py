@@ -70,10 +70,8 @@ class Ranks:
                 return self._session.pool.run(
                     fn, *args, size=size, timeout=timeout, devices=devices, environment=environment, **kwargs
                 )
-        except (NotPicklable, ValueError) as misuse:
-            raise misuse.with_traceback(
-                None
-            ) from None  # the traceback starts at the caller, without the engine's frames
+        except (NotPicklable, ValueError) as misuse:  # its traceback starts at the caller, without the engine's frames
+            raise misuse.with_traceback(None) from None
 
     @property
     def _at_once(self) -> int:
@@ -109,7 +107,6 @@ class Ranks:
         return {**os.environ, **self._session.leasing.mask(self._session.pool.available[:size]).environment}
 
     def _remark(self, line: str) -> None:
-        """Add a line to the summary of the run, unless it is there already."""
         if line not in self._session.notes.remarks:
             self._session.notes.remarks.append(line)
 

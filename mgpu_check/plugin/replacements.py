@@ -37,8 +37,6 @@ _patch_dict: Any = mock._patch_dict
 
 @dataclass(frozen=True)
 class _Replacement:
-    """One replaced attribute."""
-
     # module, path: the object that holds the attribute: a module's name, and attribute names below it
     module: str
     path: tuple[str, ...]
@@ -69,9 +67,9 @@ class Changes:
                     target = _found(importlib.import_module(replacement.module), replacement.path)
                 except Exception:  # importing a module runs its code
                     continue  # this process has no original to replace
-                place = target, replacement.item, replacement.name
-                self._undo.callback(_put, *place, _value(*place))
-                _put(*place, _MISSING if replacement.value is None else pickling.loads(replacement.value))
+                location = target, replacement.item, replacement.name
+                self._undo.callback(_put, *location, _value(*location))
+                _put(*location, _MISSING if replacement.value is None else pickling.loads(replacement.value))
         return self
 
     def __exit__(self, error_type: object, error: BaseException | None, tb: types.TracebackType | None) -> None:
@@ -91,7 +89,11 @@ def _made(pickled: bytes, missing: Mapping[str, str]) -> Changes:
 
 
 class Replacements:
-    """Records replacements between `start` and `end`; `modules` returns the current test's own ones, and conftests."""
+    """Records replacements between `start` and `end`; `modules` returns the current test's own ones, and conftests.
+
+    `execution.record_replacements` makes one after the collection, and pytest ends it with the run. Each call on ranks
+    takes its `changes`.
+    """
 
     def __init__(self, modules: Callable[[], Iterable[types.ModuleType]]) -> None:
         self._modules = modules
@@ -102,7 +104,6 @@ class Replacements:
         self._paths = _ImportPaths()
 
     def start(self) -> None:
-        """Start to record."""
         # Include existing patches, such as one that a conftest created at import.
         self._patches.update(
             referrer for referrer in gc.get_referrers(pytest.MonkeyPatch) if type(referrer) is pytest.MonkeyPatch
@@ -128,7 +129,6 @@ class Replacements:
         self._mocks[:] = [candidate for candidate in self._mocks if candidate is not mock_patch]
 
     def end(self) -> None:
-        """Stop recording."""
         self._undo.close()
 
     def changes(self, function: Callable[..., Any]) -> Changes:

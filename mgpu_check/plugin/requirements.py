@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,9 +82,14 @@ def needs_of(item: pytest.Item) -> Needs | None:
     """Return the requirements of `item`, None without ours; raise `pytest.UsageError` for contradictory ones."""
     if not isinstance(item, pytest.Function):
         return None
-    arguments = {name for name in fixture_names(item) if _is_our_fixture(item, name)}
+    # Not parameters, nor fixtures of the user with the same names.
+    arguments = {
+        name
+        for name in OUR_FIXTURES.intersection(fixture_names(item))
+        if getattr(fixture_function(item, name), "__module__", "") == "mgpu_check.plugin.plugin"
+    }
     ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
-    if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
+    if not (ranks_mark or gpus_mark or arguments):
         return None
     _check_combination(item, arguments, ranks_mark, gpus_mark)
     if ranks_mark is not None:
@@ -106,7 +111,6 @@ def needs_of(item: pytest.Item) -> Needs | None:
 def _check_combination(
     item: pytest.Function, arguments: set[str], ranks_mark: pytest.Mark | None, gpus_mark: pytest.Mark | None
 ) -> None:
-    """Raise pytest.UsageError if marks and fixtures of `item` contradict each other."""
     if ranks_mark is None and "rank" in arguments:
         raise pytest.UsageError("fixture 'rank' exists in tests that run on ranks; mark the test @pytest.mark.ranks(2)")
     if ranks_mark is not None and (gpus_mark is not None or arguments & {"gpus", "ranks"}):
@@ -118,7 +122,10 @@ def _check_combination(
         raise pytest.UsageError(
             "a test runs either in the node process (fixture 'gpus') or starts ranks ('ranks'), not both"
         )
-    if (ranks_mark or gpus_mark or "gpus" in arguments) and _no_plain_function(item):
+    unsuited: tuple[Callable[[object], bool], ...]
+    unsuited = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    is_plain = not isinstance(item, TestCaseFunction) and not any(unsuits(item.function) for unsuits in unsuited)
+    if (ranks_mark or gpus_mark or "gpus" in arguments) and not is_plain:
         raise pytest.UsageError(
             "the marks 'ranks' and 'gpus' and the fixture 'gpus' are for plain test functions and methods of plain "
             "classes, not for coroutines, generators or unittest.TestCase"
@@ -144,13 +151,6 @@ def _parameter(item: pytest.Function, name: str) -> int:
     return int(value)
 
 
-def _is_our_fixture(item: pytest.Function, name: str) -> bool:
-    """Return whether an argument is a fixture of this plugin, not a parameter or a user's fixture of the same name."""
-    if name not in OUR_FIXTURES:
-        return False
-    return getattr(fixture_function(item, name), "__module__", "") == "mgpu_check.plugin.plugin"
-
-
 def _timeout(mark: pytest.Mark) -> float | None:
     timeout = mark.kwargs.get("timeout")
     if timeout is None:
@@ -160,13 +160,3 @@ def _timeout(mark: pytest.Mark) -> float | None:
             f"mark {mark.name}: timeout={timeout!r} is not valid; write a finite number of seconds above 0"
         )
     return timeout
-
-
-def _no_plain_function(item: pytest.Function) -> bool:
-    function = item.function
-    return (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-        or isinstance(item, TestCaseFunction)
-    )

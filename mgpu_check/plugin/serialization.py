@@ -55,25 +55,15 @@ class Shipped:
     changes: Changes | None
     function: Callable[..., Any]
     fault: Planting | None  # what to plant in the process during the call, or None
-    filters: tuple[Filter, ...]
+    filters: tuple[Filter, ...]  # highest priority first
     drawn: bool = False  # whether its arguments may come from a Hypothesis example
-    coverage: str | None = None  # configuration of coverage.py; None if coverage is not measured
+    coverage: str | None = None  # configuration of coverage.py, see `Measuring`; None if coverage is not measured
     how_to_log: Logging | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from mgpu_check.plugin import in_rank  # in the rank: it imports torch
 
-        return in_rank.call(
-            self.function,
-            args,
-            kwargs,
-            filters=self.filters,
-            fault=self.fault,
-            drawn=self.drawn,
-            coverage=self.coverage,
-            changes=self.changes,
-            how_to_log=self.how_to_log,
-        )
+        return in_rank.call(self, args, kwargs)
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,8 +88,8 @@ def by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     """Within the context, pickle `modules` by value: ranks cannot import test modules as pytest has rewritten them."""
     registered = []
     for module in modules:
-        # With --import-mode=importlib, pytest removes a conftest from `sys.modules`; cloudpickle then pickles it by
-        # value.
+        # pytest removes a conftest that is in no package from `sys.modules` before it imports the next one
+        # (_pytest/config/__init__.py, _importconftest, 9.2); cloudpickle then pickles it by value.
         is_loaded = module.__name__ in sys.modules
         if is_loaded and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)

@@ -11,7 +11,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,17 +63,12 @@ class RunNotes:
     # lines about ranks that died while no test used them; any line makes the run fail
     deaths: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)  # seconds that each delayed test waited for devices
-    interrupted: str = ""  # the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call
+    interrupted: str | None = None  # the positions of the ranks when Ctrl-C interrupted a call; None if it did not
 
     @property
     def lines(self) -> list[str]:
-        """The lines for the end of the run."""
         limits = [f"not seen by the gate of {few(steps)}: {line}" for line, steps in self.not_seen.items()]
         return [*self.remarks, *limits]
-
-    def told(self) -> dict[str, Any]:
-        """Return the notes as plain values, for the process that distributes the tests."""
-        return asdict(self)
 
     def add(self, notes: Mapping[str, Any]) -> None:
         """Add the `notes` of another process. Its positions at Ctrl-C are its own."""
@@ -102,7 +97,11 @@ class FirstFailure(BaseException):
 
 
 class GpuSession:
-    """The plugin's state during a pytest run. Ranks are started only when they are needed."""
+    """The plugin's state during a pytest run. Ranks are started only when they are needed.
+
+    `pytest_configure` makes one for each run. It counts the devices at the start of the session, makes the pool on
+    first use, and leases devices around each test. `finish` and `close` end all processes of the run.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings  # the options of the run; `count_devices` replaces "all" by the number of devices
@@ -134,7 +133,7 @@ class GpuSession:
         self._agents: AgentLauncher | None = None
         self._last = "none"
         self._keep = settings.gpu_keep_warm
-        self._kept = ""
+        self._kept: str | None = None  # the clause of the header about imports that are kept
 
     @property
     def pool(self) -> RankPool:
@@ -145,7 +144,6 @@ class GpuSession:
 
     @property
     def has_agents(self) -> bool:
-        """Whether agents of a launcher start the ranks."""
         return self._agents is not None
 
     def _new_pool(self, devices: int) -> RankPool:
@@ -222,7 +220,9 @@ class GpuSession:
         settings = self.settings
         backing = settings.simulate
         if launch.is_launched():
-            self._take_slots()
+            self._pool = self._new_pool(1)
+            assert self._agents is not None
+            self.settings, self.devices = launch.take_seats(settings, self._pool, self._agents)
             return
         if backing == "cpu":
             return
@@ -240,7 +240,7 @@ class GpuSession:
 
     def hand_over(self) -> dict[str, Any]:
         """Return the devices and the lease directory, for a pytest-xdist worker on this machine."""
-        shared = str(self._directory.make()) if self.settings.simulate and not self.has_own_nodes else ""
+        shared = str(self._directory.make()) if self.settings.simulate and not self.has_own_nodes else None
         devices = [dataclasses.asdict(device) for device in self.devices]
         return {"devices": devices, "shared": shared, "preload": self.preload}
 
@@ -259,20 +259,11 @@ class GpuSession:
         self.devices = [Device(**device) for device in handed_over["devices"]]
         self.settings = self.settings.counted(len(self.devices))
 
-    def _take_slots(self) -> None:
-        self._pool = self._new_pool(1)
-        assert self._agents is not None
-        try:
-            self.settings, self.devices = launch.take_seats(self.settings, self._pool, self._agents)
-        except launch.Misfit as misfit:
-            raise TooFewDevices(str(misfit)) from None
-
     def lack(self, count: int, host: int | None = None) -> str | None:
         """Return why a test for `count` devices (0: all) cannot run here, or on `host`; None if it can."""
         return lack(self.settings, count, host)
 
     def count_example(self) -> None:
-        """Count a completed example, or the plain run, of the current test."""
         self.test.examples += 1
         self.on_example()
 
@@ -332,7 +323,7 @@ class GpuSession:
         Ctrl-C ended the run, possibly during a call.
         """
         stopped = self._pool.stopped() if interrupted and self._pool is not None else None
-        self.notes.interrupted = "" if stopped is None else str(stopped)
+        self.notes.interrupted = None if stopped is None else str(stopped)
         if stopped is None:  # otherwise the interruption has ended them, so their deaths are no finding
             self._note_deaths()
         self.close()
@@ -342,11 +333,9 @@ class GpuSession:
             self.notes.deaths += self._pool.died_idle(f" (the last test was {self._last})")
 
     def output(self) -> list[tuple[str, str, str]]:
-        """Return the output of the ranks in this test: (process, stream, text)."""
         return [] if self._pool is None else self._pool.output()
 
     def sizes(self) -> list[int]:
-        """Return the world sizes that the current test has used."""
         return [] if self._pool is None else sorted(self._pool.sizes)
 
     def explain(self, error: BaseException) -> None:
@@ -355,7 +344,6 @@ class GpuSession:
             self._pool.explain(error)
 
     def describe_devices(self) -> str:
-        """Describe the devices of the current test, in one line."""
         settings = self.settings
         if settings.simulate:
             return f"SIMULATED {settings.simulate} x{len(self.leasing.indices)}"
@@ -366,7 +354,6 @@ class GpuSession:
         return ", ".join(f"cuda:{device.index} {device.name} {device.uuid}".rstrip() for device in own)
 
     def close(self) -> None:
-        """End all processes of the run."""
         if self._pool is not None:
             self._pool.close()
         if self._leasing is not None:
@@ -374,17 +361,14 @@ class GpuSession:
         self._directory.leave()
 
     def header(self) -> str:
-        """Return the header line of a run."""
         settings = self.settings
         clauses = [f"mgpu-check {version()}"]
         if settings.simulate:
-            clauses.append(
-                f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware"
-            )
-            clauses.append("backend gloo in place of nccl")
+            node = f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware"
+            clauses += [node, "backend gloo in place of nccl"]
         elif self.devices:
-            clauses.append(", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0]))
-            clauses.append("backend nccl, gloo for CPU tensors")
+            listed = ", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0])
+            clauses += [listed, "backend nccl, gloo for CPU tensors"]
         else:
             clauses.append("all visible GPUs" if settings.gpus is None else f"{settings.gpus} GPUs")
         if self._agents is not None:
@@ -392,7 +376,7 @@ class GpuSession:
         clauses.append(f"torch {torch_version()}")
         sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
         clauses.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
-        if self._kept:
+        if self._kept is not None:
             clauses.append(self._kept)
         return "; ".join(clauses)
 
@@ -431,7 +415,7 @@ def started(start: Callable[[], None]) -> None:
 
 
 class EarlyStart:
-    """A pytest plugin for runs with GPUs."""
+    """A pytest plugin for runs with GPUs, which `register` adds: it starts the fork server during the collection."""
 
     def __init__(self, session: GpuSession) -> None:
         self._session = session

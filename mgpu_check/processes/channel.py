@@ -288,7 +288,10 @@ def _header(header: bytes | bytearray) -> tuple[bytes, int]:
 
 
 class Channel:
-    """The pytest process's end of a connection, which never blocks."""
+    """The pytest process's end of a connection, which never blocks.
+
+    A launcher makes one for each process, and `Process.close` closes it. The world sends and receives through it.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -414,7 +417,7 @@ class Channel:
 
 
 class RankEnd:
-    """The rank's end of a connection, which blocks."""
+    """The rank's end of a connection, which blocks: `worker.main` makes it, and it lives as long as the rank."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -454,7 +457,6 @@ class RankEnd:
         return True
 
     def recv(self) -> object:
-        """Wait for the next message."""
         _, length = _header(self._read(_HEADER.size))
         message: object = pickle.loads(self._read(length))
         return message
@@ -483,7 +485,6 @@ def _places(lengths: Sequence[int]) -> tuple[list[slice], int]:
 
 
 def _file_of(contents: Sequence[memoryview]) -> int:
-    """Return the descriptor of a new memfd with the contents."""
     places, total = _places([content.nbytes for content in contents])
     file = os.memfd_create("mgpu-check")
     try:

@@ -53,7 +53,7 @@ class EndOnRequest:
     """Let signals that ask for the end interrupt the main thread as Ctrl-C does, once."""
 
     def __init__(self) -> None:
-        self.by = ""  # name of the signal that has interrupted the process; "" if none has
+        self.by: str | None = None  # name of the signal that has interrupted the process; None if none has
         self._kept: dict[signal.Signals, signal.Handlers] = {}
 
     def begin(self) -> None:
@@ -118,7 +118,6 @@ def remove_names(directory: str, pid: int) -> None:
 
 
 def remove_all_names(directory: str) -> None:
-    """Call `remove_names` for all ranks of a run."""
     for path in Path(directory).glob(_NAMES.format("*")):
         remove_names(directory, int(path.name.rpartition("-")[2]))
 
@@ -191,7 +190,6 @@ def clear(directory: str) -> None:
 
 
 def _marked(directory: str) -> set[int]:
-    """Return the other processes whose environment has the mark of a run."""
     mark = os.fsencode(f"{MARK}={directory}")
     pids = set()
     for entry in os.listdir("/proc"):

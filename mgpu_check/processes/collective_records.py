@@ -312,7 +312,6 @@ def deadlocked(records: Mapping[int, Record], finished: Collection[int], size: i
 
 
 def _lacks(rank: int, peer: int, records: Mapping[int, Record], size: int) -> bool:
-    """Return whether a rank waits for an operation that another one has not begun."""
     entered = records[rank].current
     if entered is None or rank == peer or peer not in records:
         return False

@@ -105,10 +105,10 @@ FIRST, SECOND = "1", "2"
 """Seeds of fork servers. They are fixed, so that repeated runs of the same code give the same results."""
 
 
-def given(environment: Mapping[str, str]) -> str:
-    """Return the seed that the environment sets for all interpreters; empty if each draws its own."""
-    seed = environment.get(VARIABLE, "")
-    return "" if seed == "random" else seed
+def fixed_seed(environment: Mapping[str, str]) -> str | None:
+    """Return the seed that the environment sets for all interpreters; None if each draws its own."""
+    seed = environment.get(VARIABLE)
+    return None if seed in ("", "random") else seed
 
 
 def apart(environment: Mapping[str, str]) -> bool:
@@ -123,7 +123,7 @@ def interpreter(program: str, seed: str) -> tuple[list[str], dict[str, str]]:
     gets the arguments after the command. `seed`: "" for a random one. A seed in the environment goes first.
     """
     environment, undo, before = dict(os.environ), "", os.environ.get(VARIABLE)
-    if seed and not given(environment):
+    if seed and not fixed_seed(environment):
         environment[VARIABLE] = seed
         undo = f"os.environ.pop({VARIABLE!r})" if before is None else f"os.environ[{VARIABLE!r}] = {before!r}"
         undo = f"import os; {undo}; "
@@ -134,17 +134,8 @@ def interpreter(program: str, seed: str) -> tuple[list[str], dict[str, str]]:
 OwnEnvironment = tuple[tuple[str, str], ...]
 
 _OF_THE_ENGINE = frozenset(
-    [
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "CUDA_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "NCCL_HOSTID",
-    ]
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+    | {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NCCL_HOSTID"}
 )
 """The engine sets these for each rank: they define its place in the world and the devices that it sees."""
 

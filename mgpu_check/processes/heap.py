@@ -46,8 +46,9 @@ def importing() -> Iterator[None]:
 def freeze() -> None:
     """Exempt all objects from later garbage collections.
 
-    Hypothesis 6.130 makes its generator at the first example, and warns of it if the objects that refer to it are
-    exempt. So a Hypothesis that is imported makes it here.
+    Hypothesis makes its generator at the first example, and warns of it if the objects that refer to it are exempt:
+    `gc.get_referrers` does not find them (hypothesis/internal/entropy.py, register_random, 6.170). So a Hypothesis that
+    is imported makes it here.
     """
     if "hypothesis.core" in sys.modules:
         with sys.modules["hypothesis.internal.entropy"].deterministic_PRNG():

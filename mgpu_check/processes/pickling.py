@@ -130,8 +130,8 @@ _SLOW = getattr(_cloudpickle, _FIND, None)
 def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[object]) -> list[types.ModuleType]:
     """Return the imported submodules of `dependencies` that `code` names.
 
-    cloudpickle's own function of this name scans `sys.modules` for each package that a function uses. With torch
-    imported, the scan takes a third of the pytest process's time for a small test.
+    cloudpickle's own function of this name (cloudpickle/cloudpickle.py, 3.1.3) scans `sys.modules` for each package
+    that a function uses. With torch imported, the scan takes a third of the pytest process's time for a small test.
     """
     submodules = []
     code_names = set(code.co_names)
@@ -152,7 +152,8 @@ def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[objec
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """Keeps the file names of code objects, which cloudpickle 3.1.3 and newer replace by "<dynamic-code>".
 
-    Tracebacks, stacks and the record of collectives need the names in the rank.
+    It makes pickles of notebooks equal (cloudpipe/cloudpickle#538). Tracebacks, stacks and the record of collectives
+    need the names in the rank.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -230,10 +231,8 @@ def _dumped(value: object, stays: Callable[[pickle.PickleBuffer], bool] | None) 
 
 
 def loads(data: bytes) -> Any:
-    """Undo `dumps`."""
     return pickle.loads(data)
 
 
 def loads_apart(pickled: Pickled) -> Any:
-    """Undo `dumps_apart`."""
     return pickle.loads(pickled.data, buffers=pickled.buffers)

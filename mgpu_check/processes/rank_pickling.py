@@ -39,10 +39,8 @@ _KINDS: dict[tuple[str, str], Any] = {
 
 
 def _kind(error: BaseException) -> Any:
-    for base in type(error).__mro__:
-        if ending := _KINDS.get((base.__module__, base.__qualname__)):
-            return ending
-    return "error"
+    class_names = ((base.__module__, base.__qualname__) for base in type(error).__mro__)
+    return next((_KINDS[name] for name in class_names if name in _KINDS), "error")
 
 
 def _message(error: BaseException) -> str:

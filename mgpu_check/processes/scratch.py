@@ -170,7 +170,6 @@ def _remove_unused(path: Path) -> None:
 
 
 def _stands_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open directory is still the directory at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:

@@ -143,7 +143,8 @@ def location_of(stacks: str) -> Location | None:
     frames = _frames_of(stacks)
     collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
     if frames and frames[0]["function"] == _BACKWARD:
-        collective = "backward"  # DistributedDataParallel's reducer waits there for the other ranks
+        # DistributedDataParallel's reducer waits there for the other ranks (torch/autograd/graph.py, torch 2.13).
+        collective = "backward"
     position = line_under_test((frame["file"], int(frame["line"])) for frame in frames)
     return None if position is None else Location(collective, frames[0]["function"], *position)
 

@@ -75,7 +75,10 @@ def install_compiler(patches: Patches) -> None:
 
 
 def install_scripting(patches: Patches) -> None:
-    """Allow scripts to call the replacements, which `torch.jit.script` knows by their ids. Install this last."""
+    """Allow scripts to call the replacements. Install this last.
+
+    `torch.jit.script` finds operators by the ids of functions: torch/jit/_builtins.py, _find_builtin, torch 2.13.
+    """
     table: dict[int, str] = torch.jit._builtins._get_builtin_table()
     added = {id(new): table[old] for old, new in patches.replaced() if old in table}
 
@@ -89,6 +92,7 @@ def install_scripting(patches: Patches) -> None:
 
 @around
 def _host_only(original: Callable[..., None], self: Any, *args: object, **kwargs: object) -> None:
+    # The profiler asks C++ for the activities of this build: torch/autograd/profiler.py, profile.__init__, torch 2.13.
     original(self, *args, **kwargs)
     if getattr(self, "profiler_kind", None) is ProfilerState.KINETO_GPU_FALLBACK:
         self.profiler_kind = ProfilerState.KINETO
@@ -168,7 +172,9 @@ def _take_over(n: int, backing: str) -> Patches | None:
 def _enter(n: int, backing: torch.device) -> Patches:
     if backing.type == "cuda":
         torch.cuda.init()
-    torch.utils._device._device_constructors()  # cached by torch: must hold the functions themselves
+    # torch caches these tables at the first call, and they must hold its own functions, not the replacements:
+    # torch/utils/_device.py, torch/overrides.py and torch/jit/_builtins.py, torch 2.13.
+    torch.utils._device._device_constructors()
     torch.overrides.get_default_nowrap_functions()
     torch.jit._builtins._get_builtin_table()
     node = _node(n, backing)
@@ -180,27 +186,10 @@ def _enter(n: int, backing: torch.device) -> Patches:
         on_host_copy(late_host_copy)
         dispatch.on_sync(streams.host_waits)
         for install in (
-            install_device_type,
-            install_factories,
-            install_methods,
-            install_storage,
-            install_random,
-            install_runtime,
-            install_graphs,
-            install_native,
-            install_typed,
-            install_profiling,
-            install_modules,
-            install_attention,
-            install_parallel,
-            install_autocast,
-            install_collectives,
-            install_reducer,
-            install_functions,
-            install_composites,
-            install_compiler,
-            install_wrappers,
-            install_scripting,
+            *(install_device_type, install_factories, install_methods, install_storage, install_random),
+            *(install_runtime, install_graphs, install_native, install_typed, install_profiling, install_modules),
+            *(install_attention, install_parallel, install_autocast, install_collectives, install_reducer),
+            *(install_functions, install_composites, install_compiler, install_wrappers, install_scripting),
         ):
             install(patches)
         patches.apply()

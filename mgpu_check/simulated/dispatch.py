@@ -129,7 +129,6 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
 
 
 def _refuse_if_mixed(name: str, full: str, operands: list[_Operand], rules: _Rules) -> None:
-    """Run the operator's own check of its operands, which raises for devices that it refuses."""
     if name in _INDEXING:
         _check_indexing(operands)
     elif name in _CONVOLUTIONS:
@@ -417,7 +416,6 @@ def _spoil(
     kwargs: dict[str, object],
     out: object,
 ) -> None:
-    """Pass the operator with its inputs and outputs to the simulated hardware, which may spoil the outputs."""
     changed = list(tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
     with _no_dispatch(), torch.no_grad():
         written = list(tensors_in(out)) if operator.fresh else []

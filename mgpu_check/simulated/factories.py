@@ -164,7 +164,6 @@ def _default_device() -> torch.device | None:
 
 
 def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
-    """Call ``make`` on the backing device, and tag the result with ``device``."""
     node = active_node()
     assert node is not None
     if torch._C._len_torch_dispatch_stack() and _faking():
@@ -220,7 +219,6 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
 
 
 def _on_hardware(below: hardware.Hardware, name: str, device: torch.device, tensor: torch.Tensor) -> None:
-    """Pass new values, made by a kernel or copied from the host, to the simulated hardware."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         bare = raw(tensor)
         if name in _FROM_DATA:

@@ -83,27 +83,21 @@ class Rates:
 Count = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
 
 
-def _product(factor: int) -> Count:
-    """Return the function that counts the operations of a product; ``factor`` is the index of its first factor."""
+def _products(factor: int, terms: Callable[[torch.Size], int] = lambda shape: shape[-1]) -> Count:
+    """Return the function that counts operations; ``terms``: of one element of the output, by the shape of a factor."""
 
     def count(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
         if len(inputs) <= factor or not outputs:
             return 0.0
-        return 2.0 * outputs[0].numel() * inputs[factor].shape[-1]
+        return 2.0 * outputs[0].numel() * terms(inputs[factor].shape)
 
     return count
 
 
-def _convolution(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
-    if len(inputs) < 2 or not outputs:
-        return 0.0
-    return 2.0 * outputs[0].numel() * math.prod(inputs[1].shape[1:])
-
-
 _COUNTS: dict[str, Count] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "_scaled_mm", "_int_mm"), _product(0)),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
-    "convolution": _convolution,
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "_scaled_mm", "_int_mm"), _products(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _products(1)),
+    "convolution": _products(1, lambda shape: math.prod(shape[1:])),
 }
 
 
@@ -152,7 +146,11 @@ class EndedCollective:
 
 
 class Defect:
-    """The base class of defects of simulated hardware. A subclass overrides the methods whose results it spoils."""
+    """The base class of defects of simulated hardware. A subclass overrides the methods whose results it spoils.
+
+    A fault of hardware makes it for a `Hardware`, which calls its methods from the time `since` on, at each event of
+    this process. It keeps its state, such as counts and random numbers, from one event to the next.
+    """
 
     since: float = 0.0  # time when the defect begins, in seconds as of `time.time`
 
@@ -204,7 +202,11 @@ class _Virtual(WorkClock):
 
 @dataclass(eq=False)
 class Hardware:
-    """The hardware of the simulated node of this process."""
+    """The hardware of the simulated node of this process.
+
+    A test or a fault makes it, and `planted` adds it to a node until a context exits. Operators, copies and collectives
+    of the node call it after they ran correctly. It keeps its heat, addresses and defects if it is planted again.
+    """
 
     planted: Sequence[Defect]  # defects, including those that have not begun
     memory: int  # bytes of each device
@@ -448,11 +450,6 @@ def _along_ring(transfer: Transfer, rank: int, size: int, root: int) -> Iterator
             yield from _along(start, (rank - start) % size, size, start, size)
 
 
-def share_of_link(name: str, size: int) -> float:
-    """Return the bytes that cross the busiest link, divided by the bytes of a rank's largest tensor or list."""
-    return TRANSFERS[name].share_of_link(size) if name in TRANSFERS else 1.0  # a message crosses one link
-
-
 def _along(start: int, steps: int, size: int, piece: int, pieces: int) -> Iterator[Hop]:
     for step in range(steps):
         rank = (start + step) % size
@@ -507,12 +504,12 @@ def _arrive(below: Hardware, group: NcclGroup, call: TransferCall, number: int) 
     paces = (below.pace(devices[a], devices[b]) for a, b in links if below.defects and {a, b} <= set(devices))
     pace = max(paces, default=1.0)
     slow = math.prod(defect.factor(done) for defect in below.defects)
-    return (below.rates.collective + largest * share_of_link(call.name, size) / below.rates.link * pace) * slow
+    share = TRANSFERS[call.name].share_of_link(size) if call.name in TRANSFERS else 1.0  # a message crosses one link
+    return (below.rates.collective + largest * share / below.rates.link * pace) * slow
 
 
 @functools.cache
 def _links(name: str, size: int, root: int) -> frozenset[tuple[int, int]]:
-    """Return the links that a collective crosses, as pairs of ranks."""
     return frozenset((hop.source, hop.target) for rank in range(size) for hop in hops_to(name, rank, size, root))
 
 
@@ -521,7 +518,6 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _parts(call: TransferCall, outputs: Sequence[torch.Tensor], hop: Hop) -> list[torch.Tensor]:
-    """Return the bytes of the results that crossed a hop."""
     if len(outputs) == hop.pieces:  # a list by rank
         outputs, count = [outputs[hop.piece]], 1
     else:

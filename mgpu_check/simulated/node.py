@@ -71,7 +71,7 @@ def refused_class(name: str) -> type:
 
 
 class Addresses:
-    """The memory of one device, as offsets from 0. The caller must hold the lock of `memory`."""
+    """The memory of one device, as offsets from 0. The caller must hold `_lock`."""
 
     def __init__(self, total: int) -> None:
         self._free: list[tuple[int, int]] = [(0, total)]  # start and end of each gap, in order
@@ -128,7 +128,11 @@ class Pool:
 
 
 class DeviceMemory:
-    """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``."""
+    """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``.
+
+    The node makes one for each visible device when memory is first used. Blocks take bytes from it and give them back,
+    even after the node has been left.
+    """
 
     __slots__ = (
         *("addresses", "allocated", "emptied", "exhausted", "freed", "index", "large", "limit", "peak", "reserved"),
@@ -234,7 +238,11 @@ class DeviceMemory:
 
 
 class Block:
-    """The memory of a device that one storage uses, returned when the storage is freed."""
+    """The memory of a device that one storage uses.
+
+    Whatever first puts a storage on a device makes it, mostly `tensor.tag`, and stores it in the storage's attributes.
+    `resize` follows the storage. When Python frees the storage, the block returns its bytes.
+    """
 
     __slots__ = ("_addresses", "address", "device", "memory", "nbytes", "requested")
 
@@ -304,7 +312,10 @@ _BAD_FORK = (
 
 @dataclass(eq=False)
 class SimulatedNode:
-    """Simulated devices on one backing device.
+    """The simulated devices of one process, on one backing device.
+
+    `simulated_node` makes it and enters it for all threads. The first use of a device calls `initialize`. The exit of
+    the context drops it; a forked process inherits it, and may use it if the parent had not called the driver.
 
     The driver reads `CUDA_VISIBLE_DEVICES` at its first call; the visible devices are fixed from then on.
     """

@@ -81,10 +81,7 @@ def require(
     tensors = [a.numel() for a in args if isinstance(a, torch.Tensor)]
     if _magnitude([*args, kwargs.get("size")]) * math.prod(tensors) < _LARGE:
         return
-    node = active_node()
-    size = _bytes_of(make, args, {**kwargs, "device": "meta", "generator": None})
-    if node is not None and size is not None:
-        node.memory[device.index].require(size)
+    refuse_oversized(make, device, args, {**kwargs, "device": "meta", "generator": None})
 
 
 def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> int | None:
@@ -182,7 +179,6 @@ def _device(self: torch.UntypedStorage) -> torch.device:
 
 
 def _copy_on(self: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """Return a copy of the bytes of ``self`` as a storage of ``device``, simulated or not."""
     node = active_node()
     home = device if node is None or device.type != "cuda" else node.backing
     with torch._C._DisableTorchDispatch():

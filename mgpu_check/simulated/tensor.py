@@ -57,9 +57,14 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor on a simulated ``cuda:i``."""
+    """A tensor on a simulated ``cuda:i``.
+
+    `tag` makes it around each result of the backing device. Torch passes every operator on it to `dispatch.run`. It may
+    outlive its node: it keeps its values, and `to_real` still reads them.
+    """
 
     _dev: torch.device
+    is_cuda, is_cpu = True, False
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -71,14 +76,6 @@ class SimulatedTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._dev
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
 
     def get_device(self) -> int:
         return int(self._dev.index)

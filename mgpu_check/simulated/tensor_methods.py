@@ -95,15 +95,11 @@ def move_wrapper(
     return moved
 
 
-def _inner(self: torch.Tensor) -> torch.Tensor:
-    """Return the first tensor that ``self`` wraps."""
-    attributes, _ = self.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner: torch.Tensor = getattr(self, attributes[0])
-    return inner
+def _inner(self: Any) -> Any:
+    return getattr(self, self.__tensor_flatten__()[0][0])
 
 
 def _teach(patches: Patches, tensor_class: type) -> None:
-    """Make wrappers of this class report the device of their wrapped tensor."""
     patches.set(tensor_class, "device", property(lambda self: _inner(self).device))
     patches.set(tensor_class, "is_cuda", property(lambda self: _inner(self).is_cuda))
     patches.set(tensor_class, "is_cpu", property(lambda self: _inner(self).is_cpu))
@@ -127,7 +123,8 @@ def _make_wrapper(patches: Patches, original: Callable[..., torch.Tensor]) -> st
 
 
 def _fake(spec: Any) -> torch.Tensor:
-    """Make the tensor that DTensor uses to infer the shape of a result, on the backing device: no driver is needed."""
+    # torch makes it on `mesh.device_type`, which asks for a driver even among fake tensors (pytorch/pytorch#122109):
+    # torch/distributed/tensor/_op_schema.py, _rebuild_tensor_from_dtensor_meta, torch 2.13.
     node, meta = active_node(), spec.tensor_meta
     device = spec.mesh.device_type if node is None or spec.mesh.device_type != "cuda" else node.backing
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
@@ -172,7 +169,9 @@ def _target(device: object) -> torch.device:
     return resolved
 
 
-_LOWER = "_mp_param"  # attribute of a parameter in DistributedDataParallel's mixed precision
+# Attribute of a parameter in DistributedDataParallel's mixed precision, which exchanges `param.data` for it in each
+# forward pass: torch/nn/parallel/distributed.py, _root_copy_hook, torch 2.13.
+_LOWER = "_mp_param"
 _VIEW = "_mgpu_check_view"  # the plain gradient in C++, a view of a bucket: its data must follow those of the gradient
 
 
@@ -455,5 +454,7 @@ def install_modules(patches: Patches) -> None:
     patches.wrap(torch.nn.Module, "_apply", _apply)
     patches.wrap(torch._C._nn, "_parse_to", _parse_to)
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
-        module = importlib.import_module(name)  # torch.optim hides the name of its submodule
+        # `torch.optim` deletes the name of its submodule: torch/optim/__init__.py, torch 2.13. Both modules list the
+        # classes of tensors for which optimizers may group their work: _default_to_fused_or_foreach.
+        module = importlib.import_module(name)
         patches.set(module, "_foreach_supported_types", [*module._foreach_supported_types, SimulatedTensor])

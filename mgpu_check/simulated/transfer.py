@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,8 @@ from mgpu_check.simulated.tensor import CLASS, SimulatedTensor, raw, tag
 from mgpu_check.torch_hooks.patches import Patches
 
 TARGET = "_mgpu_check_target"
-LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which torch does not export by type
+# `UninitializedTensorMixin`, the base of both kinds; torch/nn/parameter.pyi of torch 2.13 does not declare it.
+LAZY: type = UninitializedParameter.__mro__[1]
 
 
 def uninitialized_on(t: torch.Tensor, target: torch.device, dtype: object) -> torch.Tensor:
@@ -173,7 +175,11 @@ def _twin(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(target: Any, source: Any) -> None:
-    """Exchange the contents of two tensor objects, as ``torch.utils.swap_tensors`` does, even if a graph holds one."""
+    """Exchange the contents of two tensor objects, as ``torch.utils.swap_tensors`` does, even if a graph holds one.
+
+    torch's own function refuses tensors with weak references, or with references from C++ other than AccumulateGrad's:
+    torch/utils/__init__.py, swap_tensors, torch 2.13 (pytorch/pytorch#127313).
+    """
     attributes = ["__class__", "__dict__", *copyreg._slotnames(type(target))]  # type: ignore[attr-defined]
     for name in attributes:
         if hasattr(target, name) and hasattr(source, name):
@@ -181,6 +187,17 @@ def _exchange(target: Any, source: Any) -> None:
             setattr(target, name, getattr(source, name))
             setattr(source, name, kept)
     torch._C._swap_tensor_impl(target, source)
+
+
+@dataclass(frozen=True)
+class _Destination:
+    """Where a copy goes, and how: as the arguments of `move`."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+    non_blocking: bool
+    memory_format: torch.memory_format
+    into: torch.Tensor | None
 
 
 _to = torch._C.TensorBase.to
@@ -193,31 +210,24 @@ def on_host_copy(call: Callable[[torch.Tensor, torch.device, bool], object] | No
     _host_copy = call
 
 
-def _transfer(
-    t: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    non_blocking: bool,
-    memory_format: torch.memory_format,
-    into: torch.Tensor | None,
-) -> torch.Tensor:
+def _transfer(t: torch.Tensor, to: _Destination) -> torch.Tensor:
     node = active_node()
-    source = t.device
+    source, device = t.device, to.device
     below = hardware.present
     if below is not None:
         for end in (source, device):
             below.touch(end)
         below.read(source, [t])
     if device.type == "cuda" and node is not None:
-        if into is None:
-            node.memory[device.index].require(t.numel() * (dtype or t.dtype).itemsize)
+        if to.into is None:
+            node.memory[device.index].require(t.numel() * (to.dtype or t.dtype).itemsize)
         if source.type == "cpu":
             deliver_queued(t, device)
-            if not non_blocking:
+            if not to.non_blocking:
                 host_waits(device)
 
     def copied(operands: tuple[torch.Tensor], _: object = None) -> torch.Tensor:
-        return _copied(operands[0], device, dtype, non_blocking, memory_format, into)
+        return _copied(operands[0], to)
 
     recorder = recorder_of(device if device.type == "cuda" else source)
     if recorder is None:
@@ -227,29 +237,23 @@ def _transfer(
     else:
         out = recorder.record(copied, (t,), {}, [], source, after=lambda host: late_host_copy(host, source, True))
     if _host_copy is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
-        if non_blocking and into is None and out.layout is torch.strided:
+        if to.non_blocking and to.into is None and out.layout is torch.strided:
             pin(out)  # torch also uses pinned memory for a non-blocking copy
-        if recorder is None or not non_blocking:
-            _host_copy(out, source, non_blocking)
+        if recorder is None or not to.non_blocking:
+            _host_copy(out, source, to.non_blocking)
     return out
 
 
-def _copied(
-    t: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    non_blocking: bool,
-    memory_format: torch.memory_format,
-    into: torch.Tensor | None,
-) -> torch.Tensor:
-    node = active_node()
-    on_device = device.type == "cuda" and node is not None
-    home = node.backing if on_device and node is not None else device
+def _copied(t: torch.Tensor, to: _Destination) -> torch.Tensor:
+    node, device, into = active_node(), to.device, to.into
+    home = device if device.type != "cuda" or node is None else node.backing
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        out = _to(raw(t), device=home, dtype=dtype or t.dtype, copy=True, memory_format=memory_format)
+        out = _to(raw(t), device=home, dtype=to.dtype or t.dtype, copy=True, memory_format=to.memory_format)
         if hardware.present is not None:
-            hardware.present.copied(t, device, out, into, _is_pinned(t, into, non_blocking))
-    if on_device and node is not None:
+            host = t if t.device.type == "cpu" else into
+            pinned = to.non_blocking if host is None else host.is_pinned()  # as new host memory is
+            hardware.present.copied(t, device, out, into, pinned)
+    if device.type == "cuda" and node is not None:
         if into is not None and out.layout is torch.strided:  # a device writes the copy straight into `into`
             out.untyped_storage().__dict__[BLOCK] = Block(device, node.memory[device.index], 0)
         return tag(out, device)
@@ -264,37 +268,23 @@ def captured_to_host(host: torch.Tensor, t: torch.Tensor) -> bool:
         return False
 
     def copy(operands: tuple[torch.Tensor, torch.Tensor], _: object = None) -> torch.Tensor:
-        return operands[0].copy_(_copied(operands[1], host.device, None, True, torch.preserve_format, None))
+        return operands[0].copy_(_copied(operands[1], to_host))
 
+    to_host = _Destination(host.device, None, True, torch.preserve_format, None)
     operands = host, t.detach()
     recorder.record(copy, operands, {}, [host], source, after=lambda _: late_host_copy(host, source, True))
     return True
 
 
-def _is_pinned(t: torch.Tensor, into: torch.Tensor | None, non_blocking: bool) -> bool:
-    """Return whether the host side of a copy is pinned; new host memory is pinned if the copy is non-blocking."""
-    host = t if t.device.type == "cpu" else into
-    return non_blocking if host is None else host.is_pinned()
-
-
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: object,
-        t: torch.Tensor,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        non_blocking: bool,
-        memory_format: torch.memory_format,
-        into: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.source, ctx.dtype = t.device, t.dtype  # type: ignore[attr-defined]
-        return _transfer(t, device, dtype, non_blocking, memory_format, into)
+    def forward(ctx: Any, t: torch.Tensor, to: _Destination) -> torch.Tensor:
+        ctx.source, ctx.dtype = t.device, t.dtype
+        return _transfer(t, to)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-        back = move(grad, ctx.source, ctx.dtype)  # type: ignore[attr-defined]
-        return back, None, None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return move(grad, ctx.source, ctx.dtype), None
 
 
 def move(
@@ -313,7 +303,8 @@ def move(
     """
     if t.device == device and (dtype is None or dtype == t.dtype):
         return t
+    to = _Destination(device, dtype, non_blocking, memory_format, into)
     if torch.is_grad_enabled() and t.requires_grad:
-        out: torch.Tensor = _Move.apply(t, device, dtype, non_blocking, memory_format, into)
+        out: torch.Tensor = _Move.apply(t, to)
         return out
-    return _transfer(t, device, dtype, non_blocking, memory_format, into)
+    return _transfer(t, to)

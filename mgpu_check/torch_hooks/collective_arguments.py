@@ -55,7 +55,6 @@ def _each(tensors: Any, count: int, sent: bool) -> Parts:
 
 
 def _of_row(row: Collective, transfer: Transfer) -> Reader:
-    """Return the reader of a collective by the parameters of its row."""
 
     def read(get: Get, me: int, count: int, root: int) -> Parts:
         if transfer.gives(me, root):
@@ -110,7 +109,10 @@ index.
 
 
 class Flows:
-    """The tensors that one rank has sent and received since `clear`."""
+    """The tensors that one rank has sent and received since `clear`.
+
+    The `Recorder` of the process makes it, adds each operation, clears it for a new call and returns it after the call.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +145,7 @@ class Flows:
 
         return take_back
 
-    def told(self) -> tuple[PeerTransfers, ...]:
+    def summary(self) -> tuple[PeerTransfers, ...]:
         """Return the flows for the pytest process."""
         if not self._runs:
             return ()
@@ -182,6 +184,7 @@ def group_of(group: Any) -> Group | None:
 def own_groups() -> list[dist.ProcessGroup]:
     """Return the process groups that this process is a member of, in the order of their creation."""
     # torch also keeps an entry for the latest group that the process is no member of: an integer.
+    # torch/distributed/distributed_c10d.py, _new_group_with_tag, torch 2.13
     return [group for group in c10d._world.pg_group_ranks if isinstance(group, dist.ProcessGroup)]
 
 

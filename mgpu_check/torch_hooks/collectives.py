@@ -39,7 +39,12 @@ class _Inside(threading.local):
 
 
 class Recorder:
-    """The collectives that this process has entered since `begin`."""
+    """The collectives that this process has entered since `begin`.
+
+    The module has one, `recorder`. A rank attaches the file that the pytest process reads, and begins a new record for
+    each call. The wrappers that `install` puts around torch's functions add to it; after the call the rank answers with
+    its agreement and flows.
+    """
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -54,8 +59,8 @@ class Recorder:
     def attach(self, fd: int) -> None:
         """Map the file `fd`, and record in it the collectives that this process enters from now on.
 
-        Without a file, nothing is recorded. The file is resized to `record.SIZE` bytes. Raises `OSError`: the file
-        cannot be resized or mapped.
+        Without a file, nothing is recorded. The file is resized to `collective_records.SIZE` bytes. Raises `OSError`:
+        the file cannot be resized or mapped.
         """
         os.ftruncate(fd, collective_records.SIZE)
         self._memory = mmap.mmap(fd, collective_records.SIZE)
@@ -81,7 +86,7 @@ class Recorder:
 
     def flows(self) -> tuple[PeerTransfers, ...]:
         """Return the tensors that this rank has sent to other ranks and received from them."""
-        return self._flows.told()
+        return self._flows.summary()
 
     def call(self, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a collective, and record it unless it is called inside another one."""

@@ -97,7 +97,10 @@ _DATA = (
 
 
 class Replaceable:
-    """The objects, functions, modules and hooks of a fresh rank that a test could replace."""
+    """The objects, functions, modules and hooks of a fresh rank that a test could replace.
+
+    A rank makes it once, before its first call. After each call it restores the data, and describes what else changed.
+    """
 
     def __init__(self) -> None:
         self._functions = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _FUNCTIONS]

@@ -3,7 +3,7 @@ a test entered and did not leave; seeds of all generators; the number of CPU thr
 
 Torch has two interfaces for the precision of float32. The getters of the older one (``allow_tf32``,
 ``set_float32_matmul_precision``) raise if the newer one (``fp32_precision``) has set a value that the older one
-cannot express. This module handles both.
+cannot express (pytorch/pytorch#189955). This module handles both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def restore_precision(precision: Precision) -> None:
         torch._C._set_cudnn_allow_tf32(cudnn)
     for setting in (*_ABOVE, *_OPERATORS):
         if _get(*setting) != values[setting]:
-            _set(*setting, "none")  # without its own value it inherits the general one
+            # Without its own value it inherits the general one, which setters do not pass on: pytorch/pytorch#179445.
+            _set(*setting, "none")
             if _get(*setting) != values[setting]:
                 _set(*setting, values[setting])
     for name, value in zip(_REDUCTIONS, reductions, strict=True):
@@ -101,7 +102,7 @@ _SMALLEST = sys.float_info.min
 
 
 class Modes:
-    """The modes of torch in a fresh rank, which `restore` restores."""
+    """The modes of torch in a fresh rank. A rank makes it once, and restores them after each call."""
 
     def __init__(self) -> None:
         self._autocast = _autocast()
@@ -146,7 +147,8 @@ def _saved_tensors_hooks() -> bool:
 
 def seed_everything(seed: int) -> None:
     """Seed the generators of torch (CPU and GPUs), of Python, and of NumPy if it is imported."""
-    # torch.manual_seed would store the seed and a stack trace for each kind of device that is not initialized.
+    # torch.manual_seed would store the seed and a stack trace for each kind of device that is not initialized:
+    # torch/cuda/__init__.py, _lazy_call, torch 2.13.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

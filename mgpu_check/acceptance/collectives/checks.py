@@ -58,10 +58,10 @@ def _of_group(case: RepeatedCollective, members: tuple[int, ...], views: Sequenc
             yield from _pairs_that_passed(case, members, work)
         return
     ways = _ways(bad)
-    wrong = []
-    for rank, view in bad.items():
-        wrong.append({"rank": rank, "failed": view.failed, "first": dataclasses.asdict(view.wrong[0])})
-    evidence = {"collective": dataclasses.asdict(case), "wrong": wrong}
+    failures = [
+        {"rank": rank, "failed": view.failed, "first": dataclasses.asdict(view.wrong[0])} for rank, view in bad.items()
+    ]
+    evidence = {"collective": dataclasses.asdict(case), "wrong": failures}
     if case.operation == "send_recv":
         for pair, view in ways.items():
             yield Observation(_CHECK, Subject("copy", pair), "failed", _seen(view), str(case), work, evidence)

@@ -161,7 +161,7 @@ def test_speed_of_collectives(node: Node) -> None:
         RepeatedCollective(operation, "float32", size, pair, root=root, iterations=inner)
         for operation in TRANSFERS
         for size in (sizes[0], sizes[-1])
-        for pair in itertools.chain(*rounds_of(len(numbers))[: _MOST_ROUNDS[node.depth]])
+        for pair in itertools.chain(*tournament_rounds(len(numbers))[: _MOST_ROUNDS[node.depth]])
         for root in range(2 if TRANSFERS[operation].root else 1)
     ]
     if len(numbers) > 2:
@@ -170,7 +170,7 @@ def test_speed_of_collectives(node: Node) -> None:
     node.on_ranks("collectives", measure_collectives, Cases(tuple(cases)), repeats)
 
 
-def rounds_of(count: int) -> list[list[tuple[int, int]]]:
+def tournament_rounds(count: int) -> list[list[tuple[int, int]]]:
     """Divide the pairs of `count` ranks into rounds, as of a tournament: a round has each rank in one pair at most."""
     ring = [*range(count), -1][: count + count % 2]
     rounds = []

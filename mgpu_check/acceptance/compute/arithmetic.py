@@ -103,14 +103,14 @@ def _located(node: Node, case: ComputeCase, odd: int, peer: int, usual: int) -> 
         return {"pieces": pieces}
     (start, got), (_, expected) = contents
     both = enumerate(zip(expected, got, strict=True), start)
-    differing = [(index, wanted, found) for index, (wanted, found) in both if wanted != found]
-    single = sum((wanted ^ found).bit_count() == 1 for _, wanted, found in differing)
+    differing = [(index, wanted, actual) for index, (wanted, actual) in both if wanted != actual]
+    single = sum((wanted ^ actual).bit_count() == 1 for _, wanted, actual in differing)
     return {
         "pieces": pieces,
         "of pieces": len(recomputed[0][1]),
         "errors": len(differing),
         "indices": [index for index, _, _ in differing[:_LISTED]],
-        "values": [[f"{wanted:#x}", f"{found:#x}"] for _, wanted, found in differing[:_LISTED]],
+        "values": [[f"{wanted:#x}", f"{actual:#x}"] for _, wanted, actual in differing[:_LISTED]],
         "lanes": len({index % 32 for index, _, _ in differing}),
         "share of single bits": single / max(1, len(differing)),
     }

@@ -42,7 +42,7 @@ class Diagnostic:
     file: str
     version: str  # of DCGM; "" if the file does not have it
     results: tuple[DiagnosticResult, ...]
-    error: str = ""  # why the diagnostic did not run; "" if it ran
+    error: str | None = None  # why the diagnostic did not run
 
 
 def read_diagnostic(path: Path) -> Diagnostic:
@@ -55,13 +55,13 @@ def read_diagnostic(path: Path) -> Diagnostic:
         text = str(wrong) if isinstance(wrong, ValueError) else f"it is in no layout of DCGM ({wrong!r})"
         raise ValueError(f"{path}: {text}. {_ORIGIN}") from wrong
     results = tuple(result for _, run_results, _ in parsed_runs for result in run_results)
-    error = "; ".join(dict.fromkeys(text for _, _, text in parsed_runs if text))
-    if not results and not error:
+    error = "; ".join(dict.fromkeys(text for _, _, text in parsed_runs if text)) or None
+    if not results and error is None:
         raise ValueError(f"{path}: it has no result of a test. {_ORIGIN}")
     return Diagnostic(str(path), next((version for version, _, _ in parsed_runs if version), ""), results, error)
 
 
-def _run(document: Mapping[str, Any]) -> tuple[str, list[DiagnosticResult], str]:
+def _run(document: Mapping[str, Any]) -> tuple[str, list[DiagnosticResult], str | None]:
     name = next((name for name in _NAMES if name in document), None)
     if name is None:
         raise ValueError(f"there is no {' or '.join(map(repr, _NAMES))} in {sorted(document)[:8]}")
@@ -79,7 +79,7 @@ def _run(document: Mapping[str, Any]) -> tuple[str, list[DiagnosticResult], str]
         for test in _of(_of(category, "a category", dict).get("tests", []), "tests", list):
             if test is not None:  # a test that did not run leaves a gap
                 results += _test(_of(test, "a test", dict), str(category.get("category", "")), serials)
-    return version, results, ""
+    return version, results, None
 
 
 def _test(test: Mapping[str, Any], category: str, serials: Mapping[int, str]) -> list[DiagnosticResult]:
@@ -162,11 +162,11 @@ def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Map
             observations.append(_observation(Subject("host", (host,)), result, case))
             continue
         gpu = serials.get(result.serial) if result.serial else places.get(result.gpu)
-        name, told = f"GPU {result.gpu} of DCGM", f"{result.test}: {result.state}"
+        name = f"GPU {result.gpu} of DCGM"
         if gpu is not None:
             observations.append(_observation(Subject("gpu", (gpu.number,)), result, case))
         elif result.serial:
-            text = f"{name} (serial {result.serial}) is not in this run: {told}"
+            text = f"{name} (serial {result.serial}) is not in this run: {result.test}: {result.state}"
             observations.append(_of_host(host, "skipped", text, case))
         else:
             text = f"{result.test} of {name}: {result.state}; the file has no serial numbers"

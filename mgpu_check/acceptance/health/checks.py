@@ -195,7 +195,6 @@ def _nvlinks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterat
 
 
 def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iterator[Observation]:
-    """Judge what the memory of a GPU has been through before the run."""
     for name, few in (("without_spares", "no spare rows left"), ("low_on_spares", "few spare rows left")):
         if banks := number_of(facts.get(f"banks_{name}")):
             yield _of_limit(gpu, f"{banks:g} banks of memory have {few}", f"banks_{name}", banks, 0)
@@ -209,9 +208,9 @@ def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iter
         yield _of_limit(gpu, text, "ecc_uncorrected_ever", ever, 0, **{"before the run": True})
 
 
-def _held(gpu: int, name: str, before: Snapshot, after: Snapshot) -> float | None:
-    """Return the seconds that a counter of nanoseconds grew; None if it is not known."""
-    earlier, later = (snapshot.counters.get(gpu, {}).get(name) for snapshot in (before, after))
+def _throttled_seconds(gpu: int, before: Snapshot, after: Snapshot) -> float | None:
+    """Return for how long the power limit held clocks down; None if it is not known."""
+    earlier, later = (snapshot.counters.get(gpu, {}).get("power_violation") for snapshot in (before, after))
     return None if earlier is None or later is None or later < earlier else (later - earlier) / 1e9
 
 
@@ -229,8 +228,8 @@ def _beside_others(
                     text = f"{field_of(gauge).text} was {mine:g} under load, and that of the others {usual:g} (medians)"
                     observations.append(_of_limit(gpu, text, field, mine, usual))
         seconds = max(1e-9, after.at - before.at)
-        held = {gpu: _held(gpu, "power_violation", before, after) for gpu in gpus}
-        shares = {gpu: time / seconds for gpu, time in held.items() if time is not None}
+        throttled = {gpu: _throttled_seconds(gpu, before, after) for gpu in gpus}
+        shares = {gpu: time / seconds for gpu, time in throttled.items() if time is not None}
         for gpu, mine, usual in _with_others(shares):
             if mine > usual + _HALF:
                 text = f"its power limit held clocks down for {mine:.0%} of the time, and the others for {usual:.0%}"
@@ -342,7 +341,7 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
     return observations
 
 
-def _grown(name: str, initial: int, last: int, allowed: float) -> str:
+def _grown(name: str, initial: int, last: int, allowed: float) -> str | None:
     label = field_of(name).text
     if last < initial and initial > _WRAPS:
         last += 1 << 32
@@ -350,7 +349,7 @@ def _grown(name: str, initial: int, last: int, allowed: float) -> str:
         cause = "the GPU was reset, or the driver loaded again, in the middle of the run"
         return f"{label}: from {initial} to {last}: {cause}"
     if last - initial <= allowed:
-        return ""
+        return None
     if name in _HELD:
         return f"{label}: {(last - initial) / 1e9:.1f} s more"
     return f"{label}: {last - initial} more (from {initial} to {last})"
@@ -498,15 +497,15 @@ _TROUBLES = {
 
 
 def _trouble(trouble: Trouble, host: int) -> list[Observation]:
-    kind, field, code = trouble.kind, trouble.field, trouble.code
-    label = field_of(field).text if kind == "error" else ""
-    text = _TROUBLES.get(kind, "{field}: {text}").format(field=field, text=trouble.text, label=label)
-    evidence = {"kind": kind, "field": field, "code": code, "at": trouble.at}
-    if kind == "xid" and code is not None:
+    field, code = trouble.field, trouble.code
+    label = field_of(field).text if trouble.kind == "error" else ""
+    text = _TROUBLES.get(trouble.kind, "{field}: {text}").format(field=field, text=trouble.text, label=label)
+    evidence = {"kind": trouble.kind, "field": field, "code": code, "at": trouble.at}
+    if trouble.kind == "xid" and code is not None:
         text, evidence["advice"] = meaning_of(code), advice_on(code)
         if code in CONSEQUENCES:
             return []
-    outcome: Outcome = "unknown" if kind in ("blocked", "sampler") else "failed"
+    outcome: Outcome = "unknown" if trouble.kind in ("blocked", "sampler") else "failed"
     subject = Subject("host", (host,)) if trouble.gpu is None else Subject("gpu", (trouble.gpu,))
     return [Observation(_CHECK, subject, outcome, text.removeprefix(": "), "", Work(operations=1), evidence)]
 

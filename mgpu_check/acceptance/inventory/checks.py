@@ -163,8 +163,8 @@ def _among_each_other(snapshot: Snapshot, name: str, gpus: Sequence[int], host: 
     observations = []
     for gpu, value in values.items():
         if not same(value, usual):
-            seen = f"{text} is {_shown(name, value)}, and {than}"
-            observations.append(_differs(Subject("gpu", (gpu,)), seen, name, value, usual))
+            message = f"{text} is {_shown(name, value)}, and {than}"
+            observations.append(_differs(Subject("gpu", (gpu,)), message, name, value, usual))
     return observations + _silent(snapshot, name, gpus, usual, than)
 
 
@@ -188,8 +188,8 @@ def _against(reference: Reference, snapshot: Snapshot, name: str, gpus: Sequence
     text = f"{field_of(name).text} is {{}}, and {than}"
     if len(off) == len(values) > 1 and len(set(off.values())) == 1:
         value = next(iter(off.values()))
-        seen = "of its GPUs: " + text.format(_shown(name, value))
-        return [_differs(Subject("host", (host,)), seen, name, value, expected)]
+        message = "of its GPUs: " + text.format(_shown(name, value))
+        return [_differs(Subject("host", (host,)), message, name, value, expected)]
     shown = {gpu: text.format(_shown(name, value)) for gpu, value in off.items()}
     observations = [_differs(Subject("gpu", (gpu,)), shown[gpu], name, off[gpu], expected) for gpu in off]
     if reference.nominal:

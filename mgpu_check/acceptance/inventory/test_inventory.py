@@ -32,8 +32,8 @@ def _references(node: Node, host: int) -> tuple[list[Reference], list[str]]:
         counts = sku.counts if all_of_host else ()
         references.append(Reference(f"the data sheet of {gpus[0].name}", sku.facts(len(gpus)), counts, nominal=True))
     if baseline is None or missing:
-        unknown = {f"no facts of {gpu.name} are known: {floors.about(gpu)}" for gpu in gpus if floors.about(gpu)}
-        missing += sorted(unknown)
+        unknown = ((gpu, reason) for gpu in gpus if (reason := floors.about(gpu)))
+        missing += sorted({f"no facts of {gpu.name} are known: {reason}" for gpu, reason in unknown})
     return references, missing
 
 

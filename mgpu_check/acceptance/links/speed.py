@@ -17,8 +17,6 @@ _LATENCY_BYTES = 16
 
 @dataclass(frozen=True)
 class _MeasuredCopy:
-    """A path of copies."""
-
     subject: Subject
     name: str  # begins the names of its quantities
     clock: torch.device  # the device whose clock is used

@@ -28,7 +28,6 @@ from mgpu_check.processes.machine import available_memory
 if TYPE_CHECKING:
     import torch
 
-
 _PORT = ("state", "rate", "link_layer")
 PORT_COUNTERS = (
     *("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors"),
@@ -176,9 +175,8 @@ _KINDS = {"infiniband": "InfiniBand port", "ethernet": "Ethernet interface", "me
 class GrowthLimit:
     """A counter that must not grow by more in a run."""
 
-    # kind, field: the kind of the component, and its file
-    kind: str
-    field: str
+    component_kind: str
+    field: str  # its file
     text: str
     most: int  # the largest growth that is allowed
     finding: str  # selects the kind of finding
@@ -230,12 +228,12 @@ def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Obser
         observations.append(of_host("failed", message, "kernel", Work(operations=1), **about, **evidence))
 
     for limit in _GROWTH_LIMITS:
-        of_kind = (component for component in after.values() if component.kind == limit.kind)
+        of_kind = (component for component in after.values() if component.kind == limit.component_kind)
         for component in (component for component in of_kind if component.model not in limit.but):
             initial = before[component.name].values.get(limit.field) if before and component.name in before else None
             last = component.values.get(limit.field)
             if not isinstance(initial, int) or not isinstance(last, int):
-                silent[f"{limit.kind} {limit.field}"] += 1
+                silent[f"{limit.component_kind} {limit.field}"] += 1
                 continue
             judged += 1
             if (growth := last - initial if last >= initial else last) > limit.most:
@@ -493,8 +491,7 @@ class WordPattern:
     def __init__(self, turn: int) -> None:
         import torch
 
-        self._other = turn % 2
-        self._shift = turn // 2
+        self._other, self._shift = turn % 2, turn // 2
         words = torch.arange(CHUNK, dtype=torch.int64, device="cpu").mul_(_ODD)
         self._first = words.neg_() if self._other else words  # the complement of n is -n - 1
 
@@ -544,11 +541,11 @@ def environment() -> dict[str, str]:
 def paths_of_rank(rank: Rank) -> dict[tuple[int, int], str] | str:
     """Sum over all ranks, and return the paths in the log of this process, or why the log has no path."""
     import torch
-    import torch.distributed as dist
 
-    if "nccl" not in dist.get_backend():  # also "cpu:gloo,cuda:nccl"
-        return f"the backend is {dist.get_backend()}, which has no such paths"
-    dist.all_reduce(torch.ones(_ELEMENTS, device=rank.device))
+    backend = torch.distributed.get_backend()
+    if "nccl" not in backend:  # also "cpu:gloo,cuda:nccl"
+        return f"the backend is {backend}, which has no such paths"
+    torch.distributed.all_reduce(torch.ones(_ELEMENTS, device=rank.device))
     torch.cuda.synchronize(rank.device)
     log = Path(os.environ.get(_VARIABLE, "no-such-file").replace("%p", str(os.getpid())))
     try:

@@ -80,7 +80,8 @@ def test_no_errors_were_counted(node: Node) -> None:
 
 def test_the_fabric_is_used(node: Node) -> None:
     """NCCL uses direct access where GPUs have it, and InfiniBand where hosts have it."""
-    reason = "at quick, there is no time to start NCCL again" if node.depth == "quick" and not node.simulated else ""
+    is_short = node.depth == "quick" and not node.simulated
+    reason = "at quick, there is no time to start NCCL again" if is_short else None
     if len(node.numbers) < 2:
         reason = "one GPU has no path to another"
     if reason:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
@@ -185,6 +185,8 @@ class WrongRegion:
 class Region:
     """Memory of one device, as a sequence of words of 64 bits.
 
+    `take_region` allocates it for one check, or for one round of load, which lets it go at its end.
+
     It is written and compared in chunks, to bound the extra memory of the comparison.
     """
 
@@ -275,8 +277,8 @@ class Region:
         index = next(i for i, first_word in enumerate(self.firsts) if word < first_word + self.chunks[i].numel())
         return self.chunks[index], word - self.firsts[index]
 
-    def _order(self, backwards: bool) -> Iterator[int]:
-        return iter(reversed(range(len(self.chunks)))) if backwards else iter(range(len(self.chunks)))
+    def _order(self, backwards: bool) -> range:
+        return range(len(self.chunks))[:: -1 if backwards else 1]
 
     def _lay(self, index: int, put: Put) -> None:
         chunk = self.chunks[index]
@@ -338,7 +340,7 @@ def bits_of(word: int) -> list[int]:
     return [bit for bit in range(64) if word >> bit & 1]
 
 
-def named(bits: Sequence[int]) -> str:
+def bits_text(bits: Sequence[int]) -> str:
     """Return "bit 3" or "bits 0 to 7, 9" for numbers in ascending order."""
     runs: list[list[int]] = []
     for bit in bits:
@@ -360,17 +362,17 @@ def kind_of(region: Region, error: WrongWord) -> str:
     return of_word or _aliased(region, error) or _coupled(region, error) or "not seen again"
 
 
-def _by_itself(region: Region, word: int) -> str:
+def _by_itself(region: Region, word: int) -> str | None:
     """Describe a word that, written and read again with the same value, is sometimes right and sometimes wrong."""
     readings = set()
     for value in (0, MASK) * _TRIES:
         region.set(word, value)
         readings.add((value, region.read(word)))
         readings.add((value, region.read(word)))
-    return "changes by itself, now and then" if len(readings) > 2 else ""
+    return "changes by itself, now and then" if len(readings) > 2 else None
 
 
-def _stuck(region: Region, word: int) -> str:
+def _stuck(region: Region, word: int) -> str | None:
     ones, zeros = _written(region, word, 0), ~_written(region, word, MASK) & MASK
     descriptions = []
     for value, bits in ((1, ones), (0, zeros)):
@@ -378,13 +380,13 @@ def _stuck(region: Region, word: int) -> str:
         alone = [bit for bit in bits_of(bits) if _written(region, word, _single(bit, value)) >> bit & 1 != value]
         stuck = [bit for bit in bits_of(bits) if bit not in alone]
         if stuck:
-            descriptions.append(f"{named(stuck)} stuck at {value}")
+            descriptions.append(f"{bits_text(stuck)} stuck at {value}")
         for bit in alone[:1]:
-            written = {other: _single(bit, value) ^ 1 << other for other in range(64) if other != bit}
-            others = [other for other, text in written.items() if _written(region, word, text) >> bit & 1 == value]
-            by = f" of {named(others)}" if others else "s of several others together"
-            descriptions.append(f"{named([bit])} follows the value{by} of the word (coupled)")
-    return ", ".join(descriptions)
+            patterns = {peer: _single(bit, value) ^ 1 << peer for peer in range(64) if peer != bit}
+            others = [peer for peer, text in patterns.items() if _written(region, word, text) >> bit & 1 == value]
+            by = f" of {bits_text(others)}" if others else "s of several others together"
+            descriptions.append(f"{bits_text([bit])} follows the value{by} of the word (coupled)")
+    return ", ".join(descriptions) or None
 
 
 def _single(bit: int, stuck: int) -> int:
@@ -397,20 +399,20 @@ def _written(region: Region, word: int, value: int) -> int:
     return region.read(word)
 
 
-def _aliased(region: Region, error: WrongWord) -> str:
+def _aliased(region: Region, error: WrongWord) -> str | None:
     target = error.pattern.where(error.read)
     if target is None or not 0 <= target < region.words or target == error.word:
-        return ""
+        return None
     for value in (0x0123456789ABCDEF, 0xFEDCBA9876543210):
         region.set(error.word, value)
         region.set(target, value ^ MASK)
         if region.read(error.word) != value ^ MASK:
-            return ""
-    lines = named(bits_of(8 * error.word ^ 8 * target))
+            return None
+    lines = bits_text(bits_of(8 * error.word ^ 8 * target))
     return f"holds what is written at offset {8 * target:#x}; the addresses differ in {lines}"
 
 
-def _coupled(region: Region, error: WrongWord) -> str:
+def _coupled(region: Region, error: WrongWord) -> str | None:
     for victim in (0, MASK):
         if not _disturbed(region, error.word, victim, 0, region.words):
             continue
@@ -426,8 +428,8 @@ def _coupled(region: Region, error: WrongWord) -> str:
         repetitions = [_disturbed(region, error.word, victim, start, end) for _ in range(_TRIES)]
         if not all(repetitions):
             return "changes by itself, now and then"
-        return f"{named(bits_of(repetitions[0]))} changes when offset {8 * start:#x} is written (coupled)"
-    return ""
+        return f"{bits_text(bits_of(repetitions[0]))} changes when offset {8 * start:#x} is written (coupled)"
+    return None
 
 
 def _disturbed(region: Region, word: int, victim: int, first_word: int, end: int) -> int:
@@ -526,8 +528,8 @@ def _seen(errors: WrongRegion, kinds: list[str]) -> str:
         return errors.blind[0]
     earliest = errors.words[0]
     words = "1 word" if errors.count == 1 else f"{errors.count} words"
-    seen = f"{words} wrong, the first at offset {8 * earliest.word:#x}: wrote {earliest.expected:#018x}, "
-    return "; ".join([f"{seen}read {earliest.read:#018x}", *kinds[:1]])
+    place = f"{words} wrong, the first at offset {8 * earliest.word:#x}"
+    return "; ".join([f"{place}: wrote {earliest.expected:#018x}, read {earliest.read:#018x}", *kinds[:1]])
 
 
 def _bandwidth(region: Region, subject: Subject) -> list[Measurement]:

@@ -346,7 +346,8 @@ def _without_reference(
             references.update(c.against for c in comparisons if c.outcome in ("passed", "failed"))
     for number, references in sorted(measured.items()):
         gpu = gpus[number]
-        lacking = baseline.entry(gpu, software.get(gpu.host, {}))[1] if baseline is not None else ""
+        entry = baseline.entry(gpu, software.get(gpu.host, {})) if baseline is not None else None
+        lacking = entry if isinstance(entry, str) else ""
         if baseline is not None and not lacking and "baseline" not in references:
             lacking = f"{baseline.file} does not list any of the measured quantities"
         if references & {"baseline", "floor"} and not lacking:

@@ -25,8 +25,8 @@ def test_gpus_and_links_are_fast_enough(node: Node) -> None:
     slow = {tuple(entry.evidence[key] for key in keys) for entry in observations if entry.outcome == "failed"}
     if slow:
         until = time.monotonic() + LOCALISATION_SECONDS[node.depth]
-        again = [m for m in measurements if m.kind[:3] in slow]
-        second_look = node.measure_again(again, lambda: time.monotonic() > until)
+        slow_ones = [m for m in measurements if m.kind[:3] in slow]
+        second_look = node.measure_again(slow_ones, lambda: time.monotonic() > until)
         observations = judge(measurements, gpus, second_look=second_look, **references)
     node.record(observations)
     node.record(unmeasured(measurements, gpus))

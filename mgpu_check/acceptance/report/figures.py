@@ -143,7 +143,6 @@ def _line(number: int, samples: Sequence[TelemetrySample], key: str, scale: floa
 
 
 def _held(samples: Sequence[TelemetrySample], scale: float) -> Iterator[pages.Line]:
-    """Yield marks where the clocks of a GPU are held down."""
     throttled = [sample for sample in samples if reasons(sample)]
     chosen = throttled[:: max(1, math.ceil(len(throttled) / _HELD))]
     if chosen:

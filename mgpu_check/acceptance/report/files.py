@@ -49,7 +49,9 @@ def to_json(report: RunReport) -> str:
 def encoded(value: Any) -> Any:
     """Return `value` in types of JSON, other types as text, so that no evidence can make the report fail."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if is_dataclass(value) and not isinstance(value, type):

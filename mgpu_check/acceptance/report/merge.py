@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.report import summary
@@ -70,6 +70,7 @@ def _time(report: RunReport) -> datetime.datetime:
     return started if started.tzinfo else started.replace(tzinfo=datetime.UTC)
 
 
+_JOINED = ("hosts", "gpus", "checks", "observations", "measurements", "samples", "findings")
 _WORST: tuple[Kind, ...] = ("REJECTED", "SUSPECT", "INCONCLUSIVE", "ACCEPTED")
 
 
@@ -102,11 +103,13 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
     reports = list(named.values())
     _refuse_what_does_not_fit(named)
     numbers = list(_numbered(reports))
-    node_names = _names(reports)
+    host_names = iter(distinct_names([(host.name, host.boot) for report in reports for host in report.hosts]))
+    node_names = [", ".join(next(host_names) for _ in report.hosts) or "a node" for report in reports]
     joined = [_renumbered(*each) for each in zip(reports, numbers, node_names, strict=True)]
     partial = {report.verdict.partial for report in reports}
     unknown: list[str] = []
-    for report, name in zip(joined, node_names, strict=True):
+    by_name = list(zip(node_names, joined, strict=True))
+    for name, report in by_name:
         selected = report.verdict.partial if len(partial) > 1 else ()
         unknown += [*report.verdict.unknown, *([f"{name}: only {', '.join(selected)} ran"] if selected else [])]
     verdict = Verdict(
@@ -117,6 +120,9 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         partial=partial.pop() if len(partial) == 1 else (),
         rivals=tuple(choice for report in joined for choice in report.verdict.rivals),
     )
+    several: dict[str, Any] = {
+        name: tuple(itertools.chain(*(getattr(report, name) for report in joined))) for name in _JOINED
+    }
     joined_report = RunReport(
         started=min(report.started for report in reports),
         seconds=max(report.seconds for report in reports),
@@ -124,19 +130,11 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         level=min((report.level for report in reports), key=LEVELS.index),
         verdict=verdict,
         verdicts={host: of_host for report in joined for host, of_host in report.verdicts.items()},
-        hosts=tuple(host for report in joined for host in report.hosts),
-        gpus=tuple(gpu for report in joined for gpu in report.gpus),
-        checks=tuple(run for report in joined for run in report.checks),
-        observations=tuple(entry for report in joined for entry in report.observations),
-        measurements=tuple(measurement for report in joined for measurement in report.measurements),
-        samples=tuple(sample for report in joined for sample in report.samples),
-        findings=tuple(finding for report in joined for finding in report.findings),
+        **several,
         policy=reports[0].policy if all(report.policy == reports[0].policy for report in reports) else {},
         simulated=reports[0].simulated,
-        planted=tuple(
-            f"{name}: {fault}" for report, name in zip(reports, node_names, strict=True) for fault in report.planted
-        ),
-        versions={name: report.versions for report, name in zip(reports, node_names, strict=True) if report.versions},
+        planted=tuple(f"{name}: {fault}" for name, report in by_name for fault in report.planted),
+        versions={name: report.versions for name, report in by_name if report.versions},
     )
     return _with_suspects(_with_moves(joined_report, _moves(named, numbers)))
 
@@ -187,8 +185,8 @@ def _with_moves(report: RunReport, moves: Mapping[int, Sequence[str]]) -> RunRep
 def _with_suspects(report: RunReport) -> RunReport:
     """Add an accusation of each host that is slower than the others of its model, unless an earlier merge has."""
     suspects = {accusation.part for accusation in report.verdict.accusations if summary.is_suspect(accusation)}
-    outliers = (one for one in among_nodes(report).outliers if Part("host", (one.host,)) not in suspects)
-    slow = [judged(outlier.observation, report.policy) for outlier in outliers]
+    outliers = (node for node in among_nodes(report).outliers if Part("host", (node.host,)) not in suspects)
+    slow = [judged(node.observation, report.policy) for node in outliers]
     observations = (*report.observations, *slow)
     numbers: dict[int, list[int]] = {}
     for number, entry in enumerate(slow, len(report.observations)):
@@ -199,10 +197,8 @@ def _with_suspects(report: RunReport) -> RunReport:
     for finding in findings:
         if (mine := numbers.get(host := finding.subject.members[0])) is not None:
             because = tuple(f"performance: {observations[number].seen}" for number in mine)
-            component = Part("host", (host,))
-            accused[host] = Accusation(
-                component, because, tuple(mine), "", finding.advice, "", (finding.id,), finding.severity, finding.action
-            )
+            remedy = finding.advice, "", (finding.id,), finding.severity, finding.action
+            accused[host] = Accusation(Part("host", (host,)), because, tuple(mine), "", *remedy)
 
     def verdict(original: Verdict, additions: Sequence[Accusation]) -> Verdict:
         if not additions:
@@ -241,11 +237,6 @@ def _of_the_same_gpus(named: Mapping[str, RunReport]) -> Iterator[str]:
             keys_by_files.setdefault(files, []).append(key)
     for files, keys in keys_by_files.items():
         yield f"{', '.join(files)} have {len(keys)} serial numbers in common, such as {keys[0]}: a node may count twice"
-
-
-def _names(reports: Sequence[RunReport]) -> list[str]:
-    hosts = iter(distinct_names([(host.name, host.boot) for report in reports for host in report.hosts]))
-    return [", ".join(next(hosts) for _ in report.hosts) or "a node" for report in reports]
 
 
 def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
@@ -306,11 +297,11 @@ def _renumbered(report: RunReport, its: _Numbers, name: str) -> RunReport:
     )
 
 
-_Thing = TypeVar("_Thing", Subject, Part)
+_Members = TypeVar("_Members", Subject, Part)
 
 
-def _moved(thing: _Thing, its: _Numbers) -> _Thing:
-    return replace(thing, members=_numbers(its.hosts if thing.kind == "host" else its.gpus, thing.members))
+def _moved(original: _Members, its: _Numbers) -> _Members:
+    return replace(original, members=_numbers(its.hosts if original.kind == "host" else its.gpus, original.members))
 
 
 def _numbers(moved: Mapping[int, int], numbers: Iterable[int]) -> tuple[int, ...]:

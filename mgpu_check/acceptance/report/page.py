@@ -25,6 +25,7 @@ from mgpu_check.acceptance.run_report import Gpu, Host, RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, PartKind, Subject, SubjectKind
 from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
 from mgpu_check.devices.telemetry.sampler import TelemetrySample, values_of
+from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.version import __version__
 
 _RANGES = ("temperature", "memory_temperature", "power", "sm_clock", "memory_clock")
@@ -280,13 +281,9 @@ class Matrix:
 
 def heat_maps(report: RunReport) -> list[Matrix]:
     links = {_pair(accusation.part) for accusation in report.verdict.accusations if accusation.part.kind == "link"}
-    pictures = []
-    for key, by_pair in sorted(_most_telling(_by_pair(report)).items()):
-        pictures += _speeds(report, key, by_pair, links)
-    pictures += _failures_of_pairs(report, links)
-    pictures += _of_gpus(report)
-    pictures += _failures_of_gpus(report)
-    return pictures
+    by_key = sorted(_most_telling(_by_pair(report)).items())
+    speeds = [matrix for key, by_pair in by_key for matrix in _speeds(report, key, by_pair, links)]
+    return [*speeds, *_failures_of_pairs(report, links), *_of_gpus(report), *_failures_of_gpus(report)]
 
 
 def _by_pair(report: RunReport) -> dict[Key, dict[tuple[int, int], Measurement]]:
@@ -571,7 +568,7 @@ def render(report: RunReport) -> str:
 
 def _shown(entry: Observation) -> dict[str, Any]:
     values = ((json.dumps(name), json.dumps(value)) for name, value in encoded(entry.evidence).items())
-    lines = (f"{name}: {value[:_LONG]}{'...' * (len(value) > _LONG)}" for name, value in values)
+    lines = (f"{name}: {value[:_LONG]}{'...' if len(value) > _LONG else ''}" for name, value in values)
     return {"entry": entry, "evidence": "\n".join(lines)}
 
 
@@ -621,9 +618,7 @@ def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
         for number in summary.gpus_of(report, entry.subject):
             if number in among:
                 among[number].setdefault(entry.check, []).append(entry.outcome)
-    by_gpu: dict[int, list[Any]] = {gpu.number: [] for gpu in report.gpus}
-    for sample in report.samples:
-        by_gpu.setdefault(sample.gpu, []).append(sample)
+    by_gpu = dict(grouped((sample.gpu, sample) for sample in report.samples))
     accused_gpus = _wrong(report)
     check_names = summary.check_names(report)
     cards = []
@@ -633,7 +628,7 @@ def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
         ways = ((own[gpu.number], "alone"), (shared[gpu.number], "with others"))
         tallies = ((summary.Tally.of(itertools.chain(*checks.values())), how) for checks, how in ways if checks)
         outcomes = [(tally.outcome, how) for tally, how in tallies]
-        health = health_of(by_gpu[gpu.number])
+        health = health_of(by_gpu.get(gpu.number, ()))
         host = summary.host_name(report, gpu.host)
         mine, identity = accused[gpu.number], summary.identity(gpu)
         cards.append(Card(gpu, host, mine, gpu.number in accused_gpus, identity, outcomes, results, health))
@@ -667,10 +662,6 @@ def _charts(report: RunReport, accused: Collection[int]) -> list[dict[str, str]]
         checks = summary.in_order(run for run in report.checks if run.host in (None, host.number))
         title = f"Temperature, power and clocks of the GPUs of {name} over time"
         drawn = over_time(samples, checks, accused, title)
-        charts.append({"host": name, "svg": drawn, "text": _in_words(samples)})
+        began, ended = (summary.seconds_text(pick(sample.at for sample in samples)) for pick in (min, max))
+        charts.append({"host": name, "svg": drawn, "text": f"{len(samples)} samples, from {began} to {ended}"})
     return charts
-
-
-def _in_words(samples: Sequence[Any]) -> str:
-    times = [sample.at for sample in samples]
-    return f"{len(samples)} samples, from {summary.seconds_text(min(times))} to {summary.seconds_text(max(times))}"

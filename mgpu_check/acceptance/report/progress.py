@@ -13,7 +13,7 @@ from statistics import fmean
 
 import pytest
 
-from mgpu_check.acceptance.report.summary import seconds_text, what
+from mgpu_check.acceptance.report.summary import OUTCOMES, seconds_text, what
 from mgpu_check.devices.observations import Observation, SubjectResult
 from mgpu_check.plugin.report.terminal import LiveLine
 
@@ -22,7 +22,11 @@ _APART = 60.0  # seconds between lines of a log. The end of a check always print
 
 
 class Live:
-    """A pytest plugin that replaces pytest's dots in an acceptance. Register it when the order of tests is known."""
+    """A pytest plugin that replaces pytest's dots in an acceptance.
+
+    `pytest_runtestloop` of `conftest.py` registers it when the order of tests is known, and ends it after the second
+    looks. The log of the run calls `heard` with each new result.
+    """
 
     def __init__(
         self,
@@ -31,18 +35,15 @@ class Live:
         expected_seconds: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._line = LiveLine(terminal, clock)
-        self._tests = dict(tests)
-        self._expected_seconds = dict(expected_seconds or {})
-        self._clock = clock
+        self._line, self._clock = LiveLine(terminal, clock), clock
+        self._tests, self._expected_seconds = dict(tests), dict(expected_seconds or {})
         self._started = self._began = self._said = clock()
         self._took: dict[str, list[float]] = {check: [] for check in self._tests.values()}
         self._left = Counter(self._tests.values())
         self._seen: Counter[str] = Counter()
         self._of_check: Counter[str] = Counter()
-        self._doing = ""
+        self._doing = self._check = ""
         self._until: float | None = None
-        self._check = ""
 
     def heard(self, results: Iterable[SubjectResult]) -> None:
         """Count new observations, and print the first failure."""
@@ -61,8 +62,7 @@ class Live:
 
     def phase(self, doing: str, at_most: float | None = None) -> None:
         """Show a phase outside of the tests, such as second looks, and the seconds that it may take; None: unknown."""
-        self._doing = doing
-        self._check = ""
+        self._doing, self._check = doing, ""
         self._until = None if at_most is None else self._clock() + at_most
         if at_most is not None and not self._line.lives:
             self._stay(self.text())
@@ -90,8 +90,8 @@ class Live:
         if not self._left.total() or len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
             return None
         remaining = 0.0
-        known = [seconds for check, seconds in self._took.items() if check not in self._expected_seconds]
-        durations = list(itertools.chain.from_iterable(known))
+        unforeseen = (seconds for check, seconds in self._took.items() if check not in self._expected_seconds)
+        durations = list(itertools.chain.from_iterable(unforeseen))
         for check, count in self._left.items():
             if not count:
                 continue
@@ -133,7 +133,8 @@ class Live:
         self._took[check].append(self._clock() - self._began)
         self._left[check] -= 1
         if not self._left[check]:
-            self._stay(f"{check:<12} {_ended(self._of_check)}, {seconds_text(sum(self._took[check]))}")
+            counts = ", ".join(f"{self._of_check[name]} {name}" for name in OUTCOMES if self._of_check[name])
+            self._stay(f"{check:<12} {counts or 'nothing seen'}, {seconds_text(sum(self._took[check]))}")
             self._check = ""
         self.tick()
 
@@ -145,12 +146,6 @@ class Live:
         if report.when != "call" and not report.skipped:
             return "", "", ""
         return report.outcome, "", report.outcome
-
-
-def _ended(outcomes: Mapping[str, int]) -> str:
-    """Return the counts of a check's observations by outcome."""
-    names = ("passed", "failed", "skipped", "unknown")
-    return ", ".join(f"{outcomes[name]} {name}" for name in names if outcomes.get(name)) or "nothing seen"
 
 
 def _coarse(seconds: float) -> float:

@@ -30,7 +30,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
     verdicts = [(summary.host_name(report, host), verdict) for host, verdict in sorted(report.verdicts.items())]
     rows: list[Row] = []
     for host, verdict in verdicts:
-        rows += [({"host": host, "verdict": kind}, float(verdict.kind == kind)) for kind in EXIT_CODES]
+        rows += [({"host": host, "verdict": word}, float(verdict.kind == word)) for word in EXIT_CODES]
     yield "verdict", "1 for the verdict of the last acceptance of a host, 0 for the others.", rows
     text = "Exit code of the verdict: 0 accepted, 1 rejected, 2 inconclusive, 5 suspect."
     yield "exit_code", text, [({}, EXIT_CODES[report.verdict.kind])]
@@ -50,10 +50,9 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
         labels = {name: getattr(finding, name) for name in ("id", "severity", "action", "ruling")}
         rows.append(({**labels, "subject": summary.name_of(report, finding.subject)}, finding.times))
     yield "finding", "Number of observations of a kind of finding about a subject.", rows
-    outcomes = ("passed", "failed", "skipped", "unknown")
     rows = []
     for check, tally in summary.tallies(report).items():
-        rows += [({"check": check, "outcome": outcome}, getattr(tally, outcome)) for outcome in outcomes]
+        rows += [({"check": check, "outcome": outcome}, getattr(tally, outcome)) for outcome in summary.OUTCOMES]
     yield "observations", "Number of observations of a check, by outcome.", rows
     yield "speed", "Median and slowest of the measured subjects of a kind.", _speeds(report)
     yield "gpu_highest", "Highest value of a telemetry field in the run.", _highest(report)
@@ -65,10 +64,7 @@ def _who(report: RunReport, gpu: Gpu) -> Labels:
 
 def _speeds(report: RunReport) -> Iterable[Row]:
     finite = (measurement for measurement in report.measurements if math.isfinite(measurement.value))
-    groups = grouped(
-        ((measurement.subject.kind, measurement.quantity, measurement.unit, measurement.size), measurement.value)
-        for measurement in finite
-    )
+    groups = grouped(((m.subject.kind, m.quantity, m.unit, m.size), m.value) for m in finite)
     for (subject_kind, quantity, unit, size), values in sorted(groups):
         labels = {"subjects": subject_kind, "quantity": quantity, "unit": unit, "size": size}
         yield {**labels, "statistic": "median"}, median(values)
@@ -84,13 +80,12 @@ def _highest(report: RunReport) -> Iterable[Row]:
                 yield {**_who(report, gpu), "field": field}, max(numbers)
 
 
+_ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
 def _labelled(labels: Labels) -> str:
-    words = (f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    words = (f'{name}="{str(value).translate(_ESCAPED)}"' for name, value in labels.items())
     return f"{{{','.join(words)}}}" if labels else ""
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _number(value: float) -> str:

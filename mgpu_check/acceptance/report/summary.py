@@ -35,6 +35,7 @@ _HOSTS = 16
 _RIVALS = 8  # most sets of parts to list that explain the same failures
 SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"
 
+OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "skipped", "unknown")
 _WORST: tuple[Outcome, ...] = ("failed", "unknown", "passed", "skipped")
 _PREFIXES = (
     *((10.0**power, name) for power, name in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"), (0, ""))),
@@ -53,7 +54,7 @@ class Tally:
     @classmethod
     def of(cls, outcomes: Iterable[Outcome]) -> Tally:
         counts = Counter(outcomes)
-        return cls(*(counts[name] for name in ("passed", "failed", "skipped", "unknown")))
+        return cls(*(counts[name] for name in OUTCOMES))
 
     @property
     def outcome(self) -> Outcome:
@@ -344,10 +345,14 @@ def slowness(report: RunReport) -> str:
         for comparison in entry.evidence["comparisons"]:
             if comparison["against"] == "peers" and comparison["outcome"] in ("passed", "failed"):
                 compared += 1
-                pageable = ", pageable" * entry.evidence["quantity"].startswith("pageable")
-                host = pageable or ", host" * (entry.subject.kind in ("upload", "download"))
-                name = f"{entry.evidence['measured_by']}{', times' if entry.evidence['unit'] == 's' else host}"
-                limits[name] = max(limits.get(name, 0.0), comparison["limit"])
+                kind_of_speed = entry.evidence["measured_by"]
+                if entry.evidence["unit"] == "s":
+                    kind_of_speed += ", times"
+                elif entry.evidence["quantity"].startswith("pageable"):
+                    kind_of_speed += ", pageable"
+                elif entry.subject.kind in ("upload", "download"):
+                    kind_of_speed += ", host"
+                limits[kind_of_speed] = max(limits.get(kind_of_speed, 0.0), comparison["limit"])
     if not limits:
         return ""
     listing = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
@@ -377,7 +382,9 @@ def lines(report: RunReport) -> list[str]:
     if loose:
         text_lines += ["", f"failures {unexplained_by(report.verdict)}:"]
         text_lines += [f"  {line}" for line in rivals_of(report, report.verdict)]
-        text_lines += [f"  {line}" for line in _most([_observation(report, entry) for entry in loose])]
+        pairs = [(entry, f" ({entry.case})" if entry.case else "") for entry in loose]
+        failures = [f"{entry.check}: {name_of(report, entry.subject)}: {entry.seen}{case}" for entry, case in pairs]
+        text_lines += [f"  {line}" for line in _most(failures)]
     if report.verdict.unknown:
         text_lines += ["", "could not be checked:"]
         text_lines += [f"  {line}" for line in _most(list(report.verdict.unknown))]
@@ -411,11 +418,6 @@ def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:
         yield f"  look again: {accusation.repeat}"
 
 
-def _observation(report: RunReport, entry: Observation) -> str:
-    case = f" ({entry.case})" if entry.case else ""
-    return f"{entry.check}: {name_of(report, entry.subject)}: {entry.seen}{case}"
-
-
 def _most(texts: list[str]) -> list[str]:
     return texts if len(texts) <= _MOST else [*texts[: _MOST - 1], f"… and {len(texts) - _MOST + 1} more"]
 
@@ -425,10 +427,9 @@ def _checks(report: RunReport) -> Iterator[str]:
     runs = checks_by_name(report)
     if not runs:
         yield "no check ran"
-    head = ("check", "outcome", "time", "passed", "failed", "skipped", "unknown", "least work of a subject")
-    rows: list[tuple[str, ...]] = [head]
+    rows: list[tuple[str, ...]] = [("check", "outcome", "time", *OUTCOMES, "least work of a subject")]
     for run in runs:
-        numbers = (str(getattr(counts[run.name], name)) for name in ("passed", "failed", "skipped", "unknown"))
+        numbers = (str(getattr(counts[run.name], name)) for name in OUTCOMES)
         done = "; ".join(filter(None, (work_text(run.least), run.why)))
         rows.append((run.name, run.outcome, seconds_text(run.seconds), *numbers, done))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

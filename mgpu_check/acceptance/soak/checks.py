@@ -29,7 +29,8 @@ _FAILED = 8  # most failed observations of one kind per round; a limit, because 
 def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
     """Keep the device of `rank` under load for a round, and check all results. A collective."""
     with torch.cuda.device(rank.device), arithmetic(case.training):
-        training = placed(_start(case.training), rank.device)
+        model = copy.deepcopy(_model(replace(case.training, steps=1)))
+        training = placed(Training(case.training, model, tokens_of(case.training)), rank.device)
         beside = [_CopyLoad(rank, case), _MemoryLoad(rank, case)]
         exchange = _Exchange(rank, case)
         torch.cuda.synchronize(rank.device)
@@ -60,10 +61,6 @@ def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
     return [*failed, Loaded(trained, seconds, tuple(laps), moved, reduced, exchanged)]
 
 
-def _start(case: TransformerCase) -> Training:
-    return Training(case, copy.deepcopy(_model(replace(case, steps=1))), tokens_of(case))
-
-
 @functools.lru_cache(maxsize=1)
 def _model(case: TransformerCase) -> Transformer:
     """Make a model once for all rounds, so that devices do not cool down between rounds."""
@@ -72,6 +69,8 @@ def _model(case: TransformerCase) -> Transformer:
 
 class _Beside(abc.ABC):
     """Work that runs next to the training.
+
+    `examine_load` makes it for a round, calls `turn` between steps of the training, and `end` after the last one.
 
     Attributes:
         bytes: the number of bytes that it has moved.
@@ -148,8 +147,8 @@ class _MemoryLoad(_Beside):
             observation = examine_region(self._region, memory, Subject("gpu", (self.rank.index,)))
         self.bytes += 2 * self._region.bytes
         if observation.outcome == "failed" and len(self.failed) < _FAILED:
-            seen = f"memory under load: {observation.seen}"
-            self.failed.append(replace(observation, check="soak", seen=seen, case=str(self.case)))
+            message = f"memory under load: {observation.seen}"
+            self.failed.append(replace(observation, check="soak", seen=message, case=str(self.case)))
 
 
 class _Exchange:

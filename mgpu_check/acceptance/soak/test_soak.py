@@ -65,15 +65,16 @@ class _RoundsDone:
 class Soak:
     """A soak of all GPUs of a node.
 
+    `test_gpus_stay_right_under_load` makes it and runs it once. Each round is a call on all ranks, and the observations
+    and speeds go to the log of the node.
+
     Args:
         clock: returns seconds since a fixed time.
     """
 
     def __init__(self, node: Node, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.node = node
-        self.seconds = seconds
+        self.node, self.seconds, self._clock = node, seconds, clock
         self.done = {gpu: _RoundsDone() for gpu in node.numbers}
-        self._clock = clock
         self._round = min(_LONGEST, max(_SHORTEST, seconds / _ROUNDS))
 
     def run(self) -> None:
@@ -231,8 +232,8 @@ def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation
         counts = {str(gpu): loaded[gpu].reduced for gpu in wrong_gpus}
         message = f"sums under load have {max(counts.values())} wrong elements on GPU {', '.join(counts)}"
         group, suspects = Subject("group", gpus), wrong_gpus if 2 * len(wrong_gpus) < len(gpus) else ()
-        wrong = Observation("soak", group, "failed", message, str(case), evidence=counts, suspects=suspects)
-        observations.append(wrong)
+        sums = Observation("soak", group, "failed", message, str(case), evidence=counts, suspects=suspects)
+        observations.append(sums)
     for gpu, load in loaded.items():
         for rank, count in load.exchanged.items():
             pair = Subject("group", (gpus[rank], gpu)) if gpus[rank] != gpu else Subject("gpu", (gpu,))

@@ -133,11 +133,11 @@ def elements_that_differ(expected: bytes, actual: bytes, size: int) -> dict[str,
     masks: list[str] = []
     count = 0
     for offset in range(0, min(len(expected), len(actual)), size):
-        wanted, found = (data[offset : offset + size] for data in (expected, actual))
-        if wanted != found:
+        wanted, got = (data[offset : offset + size] for data in (expected, actual))
+        if wanted != got:
             count += 1
             if len(places) < _LISTED:
-                bits = int.from_bytes(wanted, "little") ^ int.from_bytes(found, "little")
+                bits = int.from_bytes(wanted, "little") ^ int.from_bytes(got, "little")
                 places.append(offset // size)
                 masks.append(f"{bits:#0{2 + 2 * size}x}")
     count += abs(len(expected) - len(actual))

@@ -136,15 +136,15 @@ def bytes_after(rank: Rank, case: TransformerCase, step: int, name: str) -> byte
 class Training:
     """A model and its batches on one device.
 
+    `prepared` makes it on the host, and `placed` moves its model and tokens to a device. `steps` then trains it once.
+
     Attributes:
         parameters: name -> parameter, each once.
         tokens: the tokens of all steps: int64 (steps, batch, length + 1).
     """
 
     def __init__(self, case: TransformerCase, model: Transformer, tokens: torch.Tensor) -> None:
-        self.case = case
-        self.model = model
-        self.tokens = tokens
+        self.case, self.model, self.tokens = case, model, tokens
         self.parameters = {name: value.detach() for name, value in model.named_parameters()}
 
     def steps(self) -> Iterator[torch.Tensor]:
@@ -215,7 +215,9 @@ def _compared(
     subject_kind: SubjectKind
     if read == list(got):  # device and host have seen the same wrong data
         subject_kind, message = "upload", f"{value_name} has arrived with wrong bytes"
-        message += _where(bytes_of(sent[index]), bytes_of(arrived[index]))
+        pairs = list(zip(bytes_of(sent[index]), bytes_of(arrived[index]), strict=True))
+        if offsets := [offset for offset, (a, b) in enumerate(pairs) if a != b]:
+            message += f": {len(offsets)} of {len(pairs)} bytes, the first at offset {offsets[0]}"
     elif on_host:
         subject_kind, message = "download", f"{value_name}, read back before training, is not what the device has"
     else:
@@ -234,11 +236,6 @@ def _read_back(
     message = f"{mismatches[0]}, read back after training, is not what the device has"
     subject, evidence = Subject("download", (rank,)), {"first": mismatches[0], "wrong": mismatches}
     return [Observation("training", subject, "failed", message, str(case), evidence=evidence)]
-
-
-def _where(expected: bytes, got: bytes) -> str:
-    differ = [offset for offset, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
-    return f": {len(differ)} of {len(expected)} bytes, the first at offset {differ[0]}" if differ else ""
 
 
 @contextmanager

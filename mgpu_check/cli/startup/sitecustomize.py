@@ -28,11 +28,11 @@ _HOME = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
 _entered: list[object] = []
 """Keeps the node alive: from Python 3.13 on, a forked child of multiprocessing clears atexit, which would end the
-simulation."""
+simulation (python/cpython#83856)."""
 
 
 class _OurPackage:
-    """Makes this copy of the package importable, even if none, or another version, is installed."""
+    """Makes this copy of the package importable for a `with` block, even if none, or another version, is installed."""
 
     def __enter__(self) -> None:
         if "mgpu_check" not in sys.modules:
@@ -76,17 +76,9 @@ def _record(settings: dict[str, Any]) -> None:
         from mgpu_check.compare.in_script.recorder import install
     # Simulated collectives block as gloo's do, so the stacks show where a rank waits, and no count is needed.
     entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
-    install(
-        settings["trace"],
-        entered,
-        settings["steps"],
-        settings["taped"],
-        settings["moved"],
-        settings["store"],
-        settings["places"],
-        settings["apart"],
-        Files(**{name: settings.get(name) for name in Files._fields}),
-    )
+    own = {name: settings[name] for name in ("steps", "taped", "moved", "store", "places")}
+    files = Files(**{name: settings.get(name) for name in Files._fields})
+    install(settings["trace"], entered, distinct=settings["apart"], files=files, **own)
 
 
 def _end_before_training() -> None:

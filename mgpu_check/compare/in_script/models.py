@@ -26,7 +26,10 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 class Surroundings:
-    """The modules that exist now, and their relations."""
+    """The modules that exist now, and their relations.
+
+    `Names` makes it when a name is missing, and drops it after the lookup: it refers to all modules of the process.
+    """
 
     def __init__(self) -> None:
         self._parents: dict[int, list[nn.Module]] = defaultdict(list)
@@ -67,7 +70,6 @@ class Surroundings:
         return [] if owner is None else [owner, *self._ancestors(owner).values()][-1:]
 
     def _ancestors(self, module: nn.Module) -> dict[int, nn.Module]:
-        """Return the modules that contain a module, nearest first, by id."""
         ancestors: dict[int, nn.Module] = {}
         next_ = list(self._parents.get(id(module), ()))
         while next_:
@@ -93,7 +95,9 @@ _INNER = {
     "CheckpointWrapper": ("_checkpoint_wrapped_module",),
     "OptimizedModule": ("_orig_mod",),
 }
-"""Class name of a wrapper -> the attributes that may hold the wrapped model."""
+"""Class name of a wrapper -> the attributes that may hold the wrapped model. In torch 2.13 the private ones are in
+torch/distributed/fsdp/_common_utils.py, torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, and
+torch/_dynamo/eval_frame.py."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -109,6 +113,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 class Names:
     """The models that a script calls, and the names of their parameters.
+
+    `ScriptRecorder` makes it once, and reports each outermost call. `Parameters`, `States` and `OutputRecorder` ask it
+    for names until the process ends. It refers to models weakly.
 
     A parameter has its name in its model. If two models share a name, the name in the later model is preceded by the
     class of that model.

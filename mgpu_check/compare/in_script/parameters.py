@@ -40,7 +40,6 @@ class NumberedPart(NamedTuple):
 
 
 def _described(name: str, piece: TracePart, value: torch.Tensor, held: object) -> dict[str, object]:
-    """Return what the trace says of a parameter, state or buffer."""
     return {
         "name": name,
         "order": piece.order,
@@ -62,7 +61,11 @@ def numbers_of(pieces: Sequence[NumberedPart]) -> dict[int, Numbers]:
 
 
 class Parameters:
-    """The known parameters, each recorded in the trace on first use."""
+    """The known parameters, each recorded in the trace on first use.
+
+    `ScriptRecorder` makes it once, and asks it for the parts of an optimizer's parameters at each step. It keeps the
+    parameters alive, because their ids are its keys.
+    """
 
     def __init__(self, writer: Writer, parameter_names: Names) -> None:
         self.placing = Placing(parameter_names, None)
@@ -222,6 +225,8 @@ _Changed = tuple[int, Cut | None, torch.Tensor]
 class States:
     """The known states and buffers, each recorded in the trace when first seen.
 
+    `ScriptRecorder` makes it once, calls `begin` before a model's first call, and `after` at the end of each step.
+
     `keep`: returns the file descriptor that receives initial buffers; None: they are not stored.
     """
 
@@ -293,7 +298,7 @@ class States:
         piece = numbered.part
         reference_shape = None if piece.cut is None else self.shapes.get(named_state(key, piece.cut.held.whole))
         like = value.shape == numbered.parameter.shape and reference_shape in (None, piece.shape)
-        shape, cut, unplaced = (piece.shape, piece.cut, piece.unplaced) if like else (shape_of(value), None, "")
+        shape, cut, unplaced = (piece.shape, piece.cut, piece.unplaced) if like else (shape_of(value), None, None)
         if not like and value.numel() == 1 and (reference_shape is None or math.prod(reference_shape) == 1):
             shape = []  # such as the number of steps
         elif not like and piece.cut is not None and reference_shape is not None:

@@ -33,7 +33,11 @@ _ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
 
 
 class Perturbation:
-    """Perturbs with signs from its own generator, so that the script's random numbers do not change."""
+    """Perturbs with signs from its own generator, so that the script's random numbers do not change.
+
+    `recorder.install` makes it for a run that is moved by roundoffs. `ScriptRecorder` calls it after each innermost
+    module and before each step.
+    """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -88,6 +92,8 @@ def make_constants_distinct() -> None:
 
 
 class _MovedApart:
+    """Makes constants distinct: registration hooks and patched fills call it until the process ends."""
+
     def __init__(self) -> None:
         self._known: list[weakref.ref[torch.Tensor]] = []
         self._shapes: set[torch.Size] = set()
@@ -108,8 +114,8 @@ class _MovedApart:
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter or buffer, or shares its memory, as `.data` does."""
         address = tensor.data_ptr()
-        known = (candidate for reference in self._known if (candidate := reference()) is not None)
-        return any(own is tensor or (own.shape == tensor.shape and own.data_ptr() == address != 0) for own in known)
+        alive = (candidate for reference in self._known if (candidate := reference()) is not None)
+        return any(own is tensor or (own.shape == tensor.shape and own.data_ptr() == address != 0) for own in alive)
 
     def _move(self, tensor: torch.Tensor) -> None:
         self._within = True

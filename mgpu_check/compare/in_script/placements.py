@@ -49,8 +49,7 @@ class Files(NamedTuple):
     placed: int | None = None  # has the slices that another run placed
     tape: int | None = None  # receives what this rank was given; see `mgpu_check.compare.in_script.replay`
     replay: int | None = None  # has what all ranks were given, for one device
-    # receives what a trace file has besides the trace; see `mgpu_check.compare.traces.attachments`
-    kept: int | None = None
+    kept: int | None = None  # receives what a trace file has besides the trace; see `traces/attachments.py`
 
 
 def tensor_at(data: Any, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -94,12 +93,15 @@ class TracePart:
     order: int
     shape: list[int]
     cut: Cut | None = None  # the slice; None for a whole tensor
-    unplaced: str = ""  # why its place is unknown, if a place was searched for; "" otherwise
+    unplaced: str | None = None  # why its place is unknown, if a place was searched for; None otherwise
     same_elsewhere: bool = False  # its values, like those of a constant, occur in several places
 
 
 class Placing:
     """Places the parameters of a rank.
+
+    `Parameters` has one without known tensors; `recorder.install` replaces it if another run has written its tensors.
+    It places each tensor once, before it is trained.
 
     `wholes`, `buffers`: the parameters and buffers of one device; None if unknown. `placements`: name of a tensor on
     this rank -> its slices, as found in another run. `note`: file descriptor that receives the slices found; None: they
@@ -235,8 +237,7 @@ def _part(label: str, order: int, parameter: torch.Tensor, slice_: Slice) -> Tra
 class Kept(NamedTuple):
     """The tensors of one device."""
 
-    # parameters, buffers: their initial values
-    parameters: Wholes
+    parameters: Wholes  # their initial values
     buffers: Wholes
     states: Mapping[str, Sequence[int]]  # name of a state of an optimizer -> its shape
 

@@ -78,6 +78,9 @@ _DEPTH_OF_CALLS = 8  # nested calls; wrappers are rarely deeper
 class InputRecorder:
     """Records the first call of a model in a micro-batch, and the first call within each recorded call.
 
+    `ScriptRecorder` makes it, and calls it as modules are entered and left. Each step takes its calls, and then forgets
+    them.
+
     One device and the ranks may call a model by another wrapper, so that only an inner call is common.
     """
 
@@ -119,7 +122,7 @@ class InputRecorder:
             return
         name = type(unwrapped(module)).__name__
         if any(base.__name__ == "FSDPModule" for base in type(unwrapped(module)).__mro__):
-            name = name.removeprefix("FSDP")  # `fully_shard` puts it before the name of the user's class
+            name = name.removeprefix("FSDP")  # `fully_shard` makes a subclass of this name of the user's class
         hashes = [self._hashes(tensor) for tensor in arguments]
         inputs = Inputs(name, [rows for rows, _ in hashes], [columns for _, columns in hashes])
         self._found = [inputs, *(call for call in self._found if call.module != name)]
@@ -145,7 +148,10 @@ _OUTPUT_CALLS = 4096
 
 
 class OutputRecorder:
-    """Sums the outputs of each module until the step of the optimizer."""
+    """Sums the outputs of each module until the step of the optimizer.
+
+    `ScriptRecorder` makes it, chooses modules before a model's first call, and adds each output. A step takes the sums.
+    """
 
     def __init__(self, writer: Writer, parameter_names: Names) -> None:
         self._writer, self._names = writer, parameter_names
@@ -223,7 +229,11 @@ _CALLS = 256  # largest number of recorded calls per step, to bound time and the
 
 
 class Flow:
-    """Records the calls since the last step, with the norms of the gradients after each."""
+    """Records the calls since the last step, with the norms of the gradients after each.
+
+    The function `install` makes it for a run of several ranks. Patched reductions and the recorder's `backward` add
+    calls; each step takes them. It records the first `_STEPS` steps only.
+    """
 
     def __init__(self, parameter_names: Names, guard: Guard, note: Callable[..., None]) -> None:
         self._names, self._guard, self._note_event = parameter_names, guard, note
@@ -262,7 +272,7 @@ class Flow:
         """
         calls, self._calls = self._calls, []
         self._steps += 1
-        return [(told, {numbers[i]: n for i, n in norms.items() if i in numbers}) for told, norms in calls]
+        return [(call, {numbers[i]: n for i, n in norms.items() if i in numbers}) for call, norms in calls]
 
     def _is_noted(self) -> bool:
         return self._steps < _STEPS and len(self._calls) < _CALLS and not self._within
@@ -296,7 +306,6 @@ class Flow:
         self._note(description, owners)
 
     def _owners(self, operand: Any) -> Sequence[torch.Tensor]:
-        """Return the parameter whose gradient is the operand; empty if there is no such parameter."""
         if not isinstance(operand, torch.Tensor):
             return []
         parameters = (p for module in self._names.modules() for p in module._parameters.values() if p is not None)
@@ -335,7 +344,7 @@ def _watching_errors(hooked: Callable[..., Any], raised: Callable[[Any], None]) 
     def watched(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
-        except BaseException:  # torch calls no hook after the step then
+        except BaseException:  # no hook after the step runs then: torch/optim/optimizer.py, profile_hook_step, 2.13
             raised(args[0])
             raise
 
@@ -393,7 +402,7 @@ def install(
     patches = Patches()  # for as long as the process lives
     raised = recorder.guard(recorder.raised)
     patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(_watching_errors, raised=raised))
-    patches.wrap(torch.autograd, "backward", around(recorder.backward))  # Tensor.backward calls it, too
+    patches.wrap(torch.autograd, "backward", around(recorder.backward))  # called by torch/_tensor.py, backward
     script_calls.install(recorder, world)
     script_calls.install_meeting(recorder.note, store, places)
     recorder.known.placing.coordinates = script_calls.install_meshes(recorder.note)
@@ -407,7 +416,12 @@ def install(
 
 
 class ScriptRecorder:
-    """Records the events and tensors of a script, step by step."""
+    """Records the events and tensors of a script, step by step.
+
+    `install` makes one in each recorded process, after torch is imported. The hooks and patches of `install` call it
+    until the interpreter exits; `at_exit` then writes the last event. After the last requested step, or an error of its
+    own, it waits until the runner kills the process.
+    """
 
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
@@ -490,7 +504,8 @@ class ScriptRecorder:
             self._here.drawn = script_calls.generators()
 
     def leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch gives no kwargs if forward raises
+        # If forward raises, a global hook gets no kwargs: torch/nn/modules/module.py, _call_impl, torch 2.13.
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         if self._here.recorded and len(rest) == 2:
             with torch.no_grad():
                 self._inputs.leave(module, self._here.depth, args, kwargs)
@@ -524,8 +539,6 @@ class ScriptRecorder:
             if facts["replicas"] > 1 and self.world > 1 and not script_calls.in_a_group():
                 self.wait("alone")
 
-    # backward
-
     def backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tuple(tensors) if isinstance(tensors, Iterator) else tensors
         if not self.backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
@@ -545,8 +558,6 @@ class ScriptRecorder:
     def _take_losses(self, roots: Any) -> None:
         losses = [root for root in tensors_of(roots) if root.numel() == 1 and root.is_floating_point()]
         self._losses += [float(value) for loss in losses if (value := readable(loss)) is not None]
-
-    # optimizers
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_capturing():

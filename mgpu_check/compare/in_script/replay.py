@@ -176,7 +176,11 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Points(abc.ABC):
-    """Watches a script, for recording and for replaying."""
+    """Watches a script, for recording and for replaying.
+
+    `install` makes one of its two kinds in a process, after the recorder. Patched functions of torch call it. It is
+    active until the first `until` steps are done; a forked child leaves it at once.
+    """
 
     draws: InterceptedDraws
     outside: OutsideData
@@ -247,7 +251,10 @@ class Points(abc.ABC):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Let attention with dropout draw its mask by an operator of its own: fused kernels do not return it."""
+        """Let attention with dropout draw its mask by an operator of its own: fused kernels do not return it.
+
+        They return the state of a generator, or nothing: `aten::_scaled_dot_product_efficient_attention`, torch 2.13.
+        """
         with sdpa_kernel(SDPBackend.MATH) if dropout_p and self.active() else contextlib.nullcontext():
             return original(query, key, value, attn_mask, dropout_p, *args, **kwargs)
 
@@ -340,7 +347,6 @@ class Points(abc.ABC):
             return hook(*args, **kwargs)
 
     def _rates_of(self, optimizer: Any) -> tuple[str, int]:
-        """Return the place of an optimizer's learning rates, and the number of its step."""
         if id(optimizer) not in self._rates:
             self._held.append(optimizer)
         entry = self._rates.setdefault(id(optimizer), [len(self._rates), -1])
@@ -384,7 +390,6 @@ class Points(abc.ABC):
 
 
 def _is_input(leaf: Any) -> bool:
-    """Return whether an argument is a dense tensor that was not computed with parameters."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or is_distributed(leaf):
         return False
     return not leaf.requires_grad or (leaf.grad_fn is None and not isinstance(leaf, nn.Parameter))
@@ -418,7 +423,7 @@ class LoaderEnd:
 
 
 class RankRecording(Points):
-    """Writes what a rank is given to its tape."""
+    """Writes what a rank is given to its tape; `finish` adds an epoch of each loader when the script has ended."""
 
     def __init__(self, recorder: ScriptRecorder, until: int, rank: int, tape: Tape) -> None:
         super().__init__(recorder, until)

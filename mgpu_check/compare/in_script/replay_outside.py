@@ -66,8 +66,8 @@ class OperatorSchema(NamedTuple):
 
     def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the numbers among the arguments that may be data."""
-        given = [*zip(self.arguments, args, strict=False), *kwargs.items()]
-        return tuple(value for name, value in given if type(value) in (int, float) and name not in _FORM)
+        named_values = [*zip(self.arguments, args, strict=False), *kwargs.items()]
+        return tuple(value for name, value in named_values if type(value) in (int, float) and name not in _FORM)
 
     def indexed(self, args: Sequence[Any]) -> dict[int, int]:
         """Return the `id` of each tensor that has positions along a dimension of the first one -> its size there."""
@@ -85,7 +85,8 @@ class OperatorSchema(NamedTuple):
 def schema_of(func: Any) -> OperatorSchema:
     """Return the parts of an operator's schema."""
     arguments, name = func._schema.arguments, func._schema.name
-    collective = name.startswith("c10d::")  # their schemas do not say what they change
+    # Their schemas do not say what they change: `torch.ops.c10d.allreduce_.default._schema` has no alias in torch 2.13.
+    collective = name.startswith("c10d::")
     written = [
         i
         for i, argument in enumerate(arguments)
@@ -97,10 +98,15 @@ def schema_of(func: Any) -> OperatorSchema:
 
 
 class Origins:
-    """The origins of storages. Data without an origin come from outside."""
+    """The origins of storages. Data without an origin come from outside.
+
+    Each `OutsideData` has one, from the start of the script to the last replayed step. It drops ended storages at each
+    micro-batch.
+    """
 
     def __init__(self) -> None:
-        # A weak reference keeps the address of its storage from being used again.
+        # A weak reference keeps the address of its storage from being used again: it is the `cdata` of
+        # torch/multiprocessing/reductions.py, StorageWeakRef, torch 2.13.
         self._known: dict[int, tuple[StorageWeakRef, Origin]] = {}
 
     def of(self, tensor: torch.Tensor) -> Origin | None:
@@ -177,16 +183,16 @@ def unexplained(
     ranks: Sequence[list[tuple[float, ...]] | None],
     world: int,
     computed: Iterable[float] = (),
-) -> str:
-    """Return why the calls of an operator on one device do not follow from those of the ranks; "" if they do."""
+) -> str | None:
+    """Return why the calls of an operator on one device do not follow from those of the ranks; None if they do."""
     recorded = [calls for calls in ranks if calls is not None]
     if not recorded or (own is None and len(recorded) == len(ranks)):
-        return ""  # the code depends on the number of ranks
+        return None  # the code depends on the number of ranks
     if len(recorded) < len(ranks) or own is None:
         return "only some ranks run it"
     joined = [numbers for calls in recorded for numbers in calls]
     if own == joined or (len(own) >= MOST and all(len(calls) >= MOST for calls in recorded)):
-        return ""
+        return None
     if len({len(calls) for calls in recorded}) > 1:
         return f"ranks run it {', '.join(str(len(calls)) for calls in recorded)} times"
     for numbers, *rank_numbers in zip(own, *recorded, strict=False):
@@ -199,7 +205,7 @@ def unexplained(
             if not follows(value, values, world, computed):
                 shown = ", ".join(f"{number:g}" for number in values)
                 return f"its number is {value:g} on one device, and {shown} on the ranks"
-    return ""
+    return None
 
 
 _OUTSIDE = (None, Origin.OUTSIDE)
@@ -207,7 +213,11 @@ _LARGEST = 2**24  # elements of a sparse tensor
 
 
 class OutsideData(abc.ABC):
-    """Follows the operators of the script."""
+    """Follows the operators of the script.
+
+    A `Points` makes it; an `InterceptedDraws` passes each operator to `run`. `end` closes a micro-batch, and is called
+    before each step.
+    """
 
     def __init__(self, now: Points) -> None:
         self._now = now
@@ -294,7 +304,6 @@ class OutsideData(abc.ABC):
         sources: Sequence[torch.Tensor],
         numbers: bool,
     ) -> None:
-        """Set the origin of a tensor that an operator has changed in place."""
         before = self.origins.of_storage(tensor)
         outside = any(self.origins.of(source) in _OUTSIDE for source in sources if source is not tensor)
         if overwritten or (origin is Origin.KNOWN and before is Origin.CONSTANT):
@@ -550,7 +559,10 @@ _ALSO = ("aten::random_", "aten::binomial")  # operators that draw, but lack tor
 
 
 class InterceptedDraws(TorchDispatchMode, abc.ABC):
-    """Passes the draws in a graph to `take`, and other operators to `outside`."""
+    """Passes the draws in a graph to `take`, and other operators to `outside`.
+
+    `replay.install` enters it for the whole process, and `Points.after_step` leaves it after the last replayed step.
+    """
 
     def __init__(self, now: Points, outside: OutsideData) -> None:
         super().__init__()

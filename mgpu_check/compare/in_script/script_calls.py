@@ -9,7 +9,7 @@ recorded: they divide the work.
 
 Ranks meet at the store of this comparison, even if the script sets another address. Each rank is launched as by
 torchrun, whose agent holds the store, so no rank creates one. A rank that tries to reach the store at another address
-would wait until it times out.
+would wait until it times out: torch takes every store for that of the agent (pytorch/pytorch#192113).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def guard_with(broken: Callable[[str, str], None]) -> Guard:
 
 
 class Witness(Protocol):
-    """The receiver of watched calls."""
+    """The receiver of watched calls: the `ScriptRecorder` of the process, for as long as the process lives."""
 
     guard: Guard
     labels: list[torch.Tensor]  # the number of labels of each loss since the last step
@@ -127,10 +127,8 @@ def install(witness: Witness, world: int) -> Patches:
         patches.wrap(owner, name, after(report))
     for function, report in (
         *((clip_grad.clip_grad_norm_, calls.clipped), (torch.load, calls.loaded), (torch.save, calls.saved)),
-        *(
-            (torch.manual_seed, calls.seeded),
-            (torch.random.manual_seed, calls.seeded),
-        ),  # two, once torch._dynamo is imported
+        # Two functions: torch._dynamo wraps that of `torch` when it is imported (torch/_dynamo/__init__.py, 2.13).
+        *((torch.manual_seed, calls.seeded), (torch.random.manual_seed, calls.seeded)),
     ):
         patches.replace(function, after(report)(function))
     patches.wrap(DistributedSampler, "set_epoch", around(calls.set_epoch))
@@ -145,14 +143,14 @@ def install(witness: Witness, world: int) -> Patches:
     for function in (spawn, start_processes):
         patches.replace(function, around(calls.start)(function))
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        # With this variable alone, torch refuses to call a function that was compiled with fullgraph=True.
+        # With this variable alone, a function compiled with fullgraph=True raises "found no compiled frames"
+        # (torch/_dynamo/eval_frame.py, compile_wrapper, torch 2.13).
         patches.replace(torch.compile, lambda model=None, **options: (lambda f: f) if model is None else model)
     patches.apply()
     return patches
 
 
 def _path(file: Any) -> str | None:
-    """Return the real path of a file name or an open file; None for other objects."""
     try:
         return os.path.realpath(os.fspath(file) if isinstance(file, (str, os.PathLike)) else file.name)
     except (AttributeError, TypeError):
@@ -160,7 +158,10 @@ def _path(file: Any) -> str | None:
 
 
 class _Calls:
-    """What is done at each watched call. Most methods take the result of a call, and its arguments."""
+    """The reports of watched calls. Most methods take the result of a call, and its arguments.
+
+    `install` makes it once for a process. The patched functions call it for as long as the process lives.
+    """
 
     def __init__(self, witness: Witness, world: int) -> None:
         self._witness, self._world = witness, world
@@ -240,7 +241,8 @@ class _Calls:
             self._samplers.append(sampler)
         number = self._iterations[id(sampler)] = self._iterations.get(id(sampler), 0) + 1
         if self._world == 1 and number > 1 and sampler.shuffle and id(sampler) not in self._epoch_set:
-            # A loader on one device would shuffle anew in each epoch, so the reference must do the same.
+            # A loader on one device would shuffle anew in each epoch, so the reference must do the same. A sampler has
+            # one order until its epoch is set: torch/utils/data/distributed.py, __iter__, torch 2.13.
             self._set_epoch(sampler, sampler.epoch + 1)
         self._witness.guard(self._note_sampler)(sampler, number)
         return original(sampler)
@@ -339,8 +341,9 @@ def _axes(mesh: Any) -> list[tuple[str, int, int]]:
     """Return name, index of this rank and size of each axis of a root mesh; empty for a submesh."""
     if getattr(mesh, "_root_mesh", None) is not None or not mesh.mesh_dim_names:
         return []
-    place = mesh.get_coordinate() or ()
-    return [(name, int(place[dim]), int(mesh.size(dim))) for dim, name in enumerate(mesh.mesh_dim_names) if place]
+    coordinate = mesh.get_coordinate() or ()
+    axes = enumerate(mesh.mesh_dim_names if coordinate else ())
+    return [(name, int(coordinate[dim]), int(mesh.size(dim))) for dim, name in axes]
 
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -356,15 +359,15 @@ def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
     """
     if not torch.distributed.is_available():
         return
-    # Imported by name: the package also has a function `rendezvous`, which hides the module.
+    # Imported by name: a function `rendezvous` hides the module (torch/distributed/__init__.py, torch 2.13).
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     ours = rank_and_world()
 
     def lead(original: Any, hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
-        there = port == store[1] and hostname in _LOCAL
-        if not there and (rank, world_size) == ours and rendezvous._torchelastic_use_agent_store():
+        at_store = port == store[1] and hostname in _LOCAL
+        if not at_store and (rank, world_size) == ours and rendezvous._torchelastic_use_agent_store():
             meant = {"MASTER_PORT": (port, store[1]), "MASTER_ADDR": (hostname, store[0])}
-            changed = [name for name, (own, given) in meant.items() if own != given]
+            changed = [name for name, (own, wanted) in meant.items() if own != wanted]
             variable = next((name for name in changed if os.environ.get(name) == str(meant[name][0])), None)
             file, line = places.get(variable or "") or calling_line()
             note("led", address=f"{hostname}:{port}", variable=variable, file=file, line=line)

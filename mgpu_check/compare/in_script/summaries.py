@@ -44,7 +44,7 @@ class Cut:
         ends = torch.tensor(chunk_sizes(count), device="cpu").cumsum(0) if count else at
         self._chunks = torch.bucketize(at, ends, right=True)
         places = [(at == position).nonzero() for position in positions(count)]
-        self._samples = [int(found[0]) if len(found) else -1 for found in places]
+        self._samples = [int(indices[0]) if len(indices) else -1 for indices in places]
         self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_whole = torch.equal(at, torch.arange(count, device="cpu"))
         self.held = HeldSlice(slice_.whole, len(at), _mark(at), _mark(torch.arange(count, device="cpu")), str(slice_))
@@ -121,8 +121,8 @@ def whole(tensor: Any) -> torch.Tensor | None:
 
 def over(tensor: Any) -> list[str]:
     """Return the mesh axes along which a DTensor is not replicated; empty for any other tensor."""
-    names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
-    placements = zip(names, getattr(tensor, "placements", ()), strict=False)
+    axis_names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
+    placements = zip(axis_names, getattr(tensor, "placements", ()), strict=False)
     return [name for name, placed in placements if not placed.is_replicate()]
 
 

@@ -41,7 +41,11 @@ _DIRECTORY = os.getcwd()  # when the run starts: the script may change it
 
 
 class Tape:
-    """Writes the items of a rank to a file descriptor, up to a limit."""
+    """Writes the items of a rank to a file descriptor, up to a limit.
+
+    `replay.install` makes it in the process of a rank; a `RankRecording` and its parts write to it, until its limit or
+    the last recorded step. The runner reads the file afterwards.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd, self._size = fd, 0
@@ -74,7 +78,10 @@ class Unstored(NamedTuple):
 
 
 class Tapes:
-    """The items of all ranks, each read when it is needed, from a file that `write_joint` has written."""
+    """The items of all ranks, each read when it is needed, from a file that `write_joint` has written.
+
+    `replay.install` makes it in the run on one device, whose `RankReplaying` takes one item of each rank in turn.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -151,7 +158,6 @@ def write_joint(
 
 
 def _items(fd: int) -> Iterator[tuple[int, str, str, int, int]]:
-    """Yield rank, channel, location, start and size of each item."""
     end, start, rank = os.fstat(fd).st_size, 0, -1
     start += _HEAD.size + _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[1]
     while start < end:

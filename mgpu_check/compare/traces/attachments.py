@@ -40,6 +40,11 @@ def install(recorder: ScriptRecorder, fd: int) -> None:
 
 
 class _Keeper:
+    """Writes values of parameters and gradients after each step, until its budget of bytes is spent.
+
+    `install` makes it in a process whose run is written to a trace file; torch calls `after_step` after each step.
+    """
+
     def __init__(self, recorder: ScriptRecorder, fd: int, budget: int, root: str, is_first_rank: bool) -> None:
         self._recorder, self._fd, self._left, self._root, self._first = recorder, fd, budget, root, is_first_rank
         self._plans: dict[int, tuple[int, set[int]]] = {}
@@ -114,7 +119,6 @@ class _Keeper:
 
 
 def _environment() -> dict[str, object]:
-    """Return the facts that may change the results of a script."""
     cuda = torch.cuda.is_available()
     return {
         "python": ".".join(map(str, sys.version_info[:3])),

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from mgpu_check.compare.alignment import FIELDS, QUANTITIES, Samples, of_quantity
+from mgpu_check.compare.alignment import FIELDS, QUANTITIES, PlacedParts, Samples, of_quantity
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.trace import (
     OutputSummary,
@@ -36,21 +36,14 @@ from mgpu_check.version import __version__
 
 
 @dataclass
-class RecordedRun:
-    """A run of a script, with whole tensors."""
+class RecordedRun(PlacedParts):
+    """A run of a script, with whole tensors: `record` or `read_run` makes it, for `write_run` or `compare_runs`."""
 
     name: str  # its name in reports: "a.trace"
     script: str  # the script and its arguments
     ranks: list[Trace]  # the trace of each rank
     environment: Mapping[str, Any] = field(default_factory=dict)  # what may change the results of the script
-    # the traces of a run that differs by rounding alone; empty if rounding was not measured
-    moved: list[Trace] = field(default_factory=list)
-    # divided, reasons, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`
-    divided: bool = False
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
-    parts: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
-    partial: Mapping[str, str] = field(default_factory=dict)
+    moved: list[Trace] = field(default_factory=list)  # of a run that differs by rounding alone; empty if not measured
     values: bytes | None = None  # values of tensors, in the format safetensors; None without values
     limit: int | None = None  # the run was stopped at this step; None: it ran to its end
 
@@ -179,10 +172,10 @@ _OF_ENTRIES = ("name", "shape", "dtype", "device", "order", "sharded", "over")
 
 def write_run(path: Path, run: RecordedRun) -> None:
     """Write a run. An interrupted write leaves an earlier file unchanged."""
-    parts = {}  # as numbers, equal for ranks with the same elements
-    for name, shards in run.parts.items():
+    shard_numbers = {}  # equal for ranks with the same elements
+    for name, shards in run.shard_keys.items():
         distinct = list(dict.fromkeys(shards.values()))
-        parts[name] = {rank: distinct.index(shard) for rank, shard in shards.items()}
+        shard_numbers[name] = {rank: distinct.index(shard) for rank, shard in shards.items()}
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -196,7 +189,7 @@ def write_run(path: Path, run: RecordedRun) -> None:
         "not_assembled": run.reasons,
         "partial": run.partial,
         "holders": run.holders,
-        "parts": parts,
+        "parts": shard_numbers,
     }
     draft = path.with_name(f".{path.name}.{os.getpid()}")  # replaces the file when it is complete
     try:
@@ -314,13 +307,13 @@ def _read(file: zipfile.ZipFile, name: str) -> RecordedRun:
         _traces(file.read(_STEPS)),
         head["environment"],
         _traces(file.read(_MOVED)) if _MOVED in members else [],
-        head["divided"],
-        head["not_assembled"],
-        {name: [tuple(ranks) for ranks in holders] for name, holders in head["holders"].items()},
-        {name: {int(rank): shard for rank, shard in shards.items()} for name, shards in head["parts"].items()},
-        head["partial"],
         file.read(_VALUES) if _VALUES in members else None,
         head["stopped_after"],
+        divided=head["divided"],
+        reasons=head["not_assembled"],
+        holders={name: [tuple(ranks) for ranks in holders] for name, holders in head["holders"].items()},
+        shard_keys={name: {int(rank): key for rank, key in keys.items()} for name, keys in head["parts"].items()},
+        partial=head["partial"],
     )
 
 
@@ -421,14 +414,14 @@ def gathered(files: Sequence[IO[bytes]]) -> bytes:
     return bytes(save({name: tensor.value for name, tensor in assembled_tensors.items() if tensor.missing is None}))
 
 
-def described(values: tuple[bytes | None, bytes | None], tensor_names: tuple[str, str], tolerance: float) -> str:
-    """Describe the elements of a tensor that differ between two runs; "" if a run has no values of it.
+def described(values: tuple[bytes | None, bytes | None], tensor_names: tuple[str, str], tolerance: float) -> str | None:
+    """Describe the elements of a tensor that differ between two runs; None if a run has no values of it.
 
     `values`: of both runs, in the format safetensors. `tensor_names`: the name of the tensor in both. `tolerance`:
     relative to the root mean square of the first tensor.
     """
     if None in values or not installed():
-        return ""
+        return None
     import torch
     from safetensors.torch import load
 
@@ -438,13 +431,13 @@ def described(values: tuple[bytes | None, bytes | None], tensor_names: tuple[str
         load(data).get(name) for data, name in zip(values, tensor_names, strict=True) if data is not None
     )
     if expected is None or actual is None or expected.shape != actual.shape or not expected.numel():
-        return ""
+        return None
     shape = tuple(expected.shape)
     expected, actual = expected.double().reshape(-1), actual.double().reshape(-1)
     difference = (actual - expected).abs()
     off = (~(difference <= tolerance * float(expected.norm()) / math.sqrt(expected.numel()))).nonzero().flatten()
     if not len(off):
-        return ""
+        return None
     # Scattered elements are counted, not listed.
     location = str(Slice("", shape, off))
     worst = int(difference.nan_to_num(math.inf).argmax())

@@ -69,7 +69,7 @@ class NotRecorded(Exception):
 
 @dataclass
 class RunRecording:
-    """The settings of a recording, and its runs."""
+    """The settings of a recording, and its runs: a command makes it, `record` runs it, and adds remarks."""
 
     name: str  # name of the recorded run in reports
     made: ScriptComparison
@@ -145,13 +145,9 @@ def record(recording: RunRecording, tell: Tell, wholes: Sequence[UndividedRun] |
         without(assembly.ranks),
         environment,
         without(moved),
-        assembly.divided,
-        assembly.reasons,
-        assembly.holders,
-        assembly.parts,
-        assembly.partial,
         values,
         comparison.plan.steps,
+        **assembly.placed(),
     )
 
 
@@ -192,7 +188,6 @@ def _run(
 
 
 def _check_run(recording: RunRecording, done: ScriptRun) -> None:
-    """Raise `NotRecorded` if a run has no usable trace."""
     report, files = None, {file for t in done.traces for event in t.of("imported") for file in event["files"]}
     if done.has("starts"):
         report = reports.starts_ranks_itself(False)
@@ -233,15 +228,15 @@ def _placed(recording: RunRecording, tell: Tell, source: UndividedRun, undo: con
         return _Placed(*_run(recording, tell, label, undo, files, recording.values), run.traces[0], files)
 
     wholes = {"wholes": keep}
-    found = placed(wholes, "slices")
-    if source.world > 1 or not whole(found.ranks.traces, found.reference).same_elsewhere:
-        return found
+    recorded = placed(wholes, "slices")
+    if source.world > 1 or not whole(recorded.ranks.traces, recorded.reference).same_elsewhere:
+        return recorded
     files = constants_placed(comparison, tell, wholes, undo)
-    return placed(files, "all slices") if files else found
+    return placed(files, "all slices") if files else recorded
 
 
-def _not_repeated(ranks: Sequence[Trace], repeated: Sequence[Trace]) -> str:
-    """Describe how a run that is moved by roundoffs differs in its inputs; "" if it does not.
+def _not_repeated(ranks: Sequence[Trace], repeated: Sequence[Trace]) -> str | None:
+    """Describe how a run that is moved by roundoffs differs in its inputs; None if it does not.
 
     Later stages of a pipeline receive activations, which are moved, so the samples of one rank suffice.
     """
@@ -259,7 +254,7 @@ def _not_repeated(ranks: Sequence[Trace], repeated: Sequence[Trace]) -> str:
         equal = [original == repetition for original, repetition in samples if any(original)]
         if equal and not any(equal):
             return f"{twice}, the model received different samples at step {number + 1}"
-    return ""
+    return None
 
 
 _GENERATED = ("__pycache__", ".egg-info", ".pyc", ".pyo", ".so")
@@ -320,8 +315,8 @@ def checked_out(revision: str) -> Iterator[Revision]:
     except FileNotFoundError:
         raise ValueError(f"{option} needs git, which is not installed") from None
     except subprocess.CalledProcessError:
-        where = f"{Path.cwd()} is in no git repository"
-        raise ValueError(f"{option}: {where}; run this in the repository of the script") from None
+        place = f"{Path.cwd()} is in no git repository"
+        raise ValueError(f"{option}: {place}; run this in the repository of the script") from None
     try:
         commit = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
     except subprocess.CalledProcessError:

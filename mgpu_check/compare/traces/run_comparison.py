@@ -86,16 +86,7 @@ def compare_runs(
         assembly = assembled(reference, others)
         others, reasons = assembly.ranks, reasons | dict(assembly.reasons)
         moved["other"] = assembled(reference, moved["other"]).ranks
-    aligned = Aligned(
-        reference,
-        others,
-        candidate.world,
-        candidate.divided,
-        reasons,
-        holders=candidate.holders,
-        parts=candidate.parts,
-        partial=candidate.partial,
-    )
+    aligned = Aligned(reference, others, candidate.world, **candidate.placed() | {"reasons": reasons})
     measured: Rounding | None = None
     parting = _first_bits(aligned)
     if parting is not None and moved["one"]:
@@ -106,7 +97,6 @@ def compare_runs(
 
 
 def _differs(name: str, ranks: list[Trace], rounding: Rounding) -> bool:
-    """Return whether ranks hold a tensor with values that differ by more than rounding."""
     shape = next(entry.shape for trace in ranks if (entry := trace.entry(name)) is not None)
     for number, steps in enumerate(zip(*(trace.steps for trace in ranks), strict=False)):
         for quantity in QUANTITIES:
@@ -125,7 +115,7 @@ def _verdict(
     rounding: Rounding | None,
     unjudged: Mapping[str, str],
 ) -> ComparisonVerdict:
-    tolerances = rounding or _Unmeasured(aligned.one)
+    tolerances = rounding or _Unmeasured(aligned.reference)
     difference = None if parting is None else first_difference(aligned, tolerances)
     if difference is not None:
         verdict = _differing(difference) if rounding is not None else _unmeasured(difference)
@@ -139,20 +129,20 @@ def _verdict(
     remarks = [*report.remarks]
     theirs = {name for trace in candidate.ranks for name in trace.parameters}
     fresh = [name for name in aligned.names if name not in theirs and not name.endswith(")")]
-    if fresh and trained(aligned.one):
-        found = f"{few(fresh, 3)}, found by their initial values"
-        remarks.append(f"parameters with other names in {candidate.name}: {found}")
+    if fresh and trained(aligned.reference):
+        listing = f"{few(fresh, 3)}, found by their initial values"
+        remarks.append(f"parameters with other names in {candidate.name}: {listing}")
     if parting is not None and verdict.kind == "equal":
         remarks.append(f"the first tensor that is not equal bit by bit: {parting}, at step {parting.step + 1}")
     if changes := other_environment(baseline, candidate):
         cause = "a possible cause: the environments differ" if verdict.kind == "differs" else "the environments differ"
         remarks.append(f"{cause}: {'; '.join(changes)}")
-    elements = ""
+    details = [*report.known]
     if difference is not None and (main := difference.main) and main.quantity in ("gradient", "parameter"):
         key = f"{difference.step + 1}/{main.quantity}/{main.name}"
         tolerance = tolerances.tolerance(difference.step, main.quantity, main.name)
-        elements = described((baseline.values, candidate.values), (key, key), tolerance)
-    report = replace(report, remarks=remarks, known=[*report.known, elements])
+        details += filter(None, [described((baseline.values, candidate.values), (key, key), tolerance)])
+    report = replace(report, remarks=remarks, known=details)
     return replace(verdict, report=_in_words(report, baseline.name))
 
 
@@ -172,7 +162,7 @@ def _first_bits(aligned: Aligned) -> _FirstBits | None:
     for step in range(aligned.steps):
         for quantity in QUANTITIES:
             for name in aligned.named(quantity):
-                expected, by_rank = aligned.found(step, quantity, name)
+                expected, by_rank = aligned.values_of(step, quantity, name)
                 shape = aligned.parameter(name).shape
                 for value in by_rank.values():
                     bits = (value and value.bits) == (expected and expected.bits)
@@ -208,10 +198,10 @@ def _differing(difference: FirstDifference) -> ComparisonVerdict:
     samples = difference.samples
     reason = (
         f"step {difference.step + 1}: the batches differ: the model received {samples.together.total()} samples, "
-        f"and {samples.common} of them are among the {samples.one.total()} samples of one device"
+        f"and {samples.common} of them are among the {samples.reference.total()} samples of one device"
     )
-    told = reason if difference.others_seen else ""
-    verdict = of_difference(difference, replace(diagnose(difference), comparable=True, reason=told, todo=[]))
+    shown = reason if difference.saw_other_samples else None
+    verdict = of_difference(difference, replace(diagnose(difference), comparable=True, reason=shown, todo=[]))
     return replace(verdict, report=replace(verdict.report, remarks=[*verdict.report.remarks, *_modules(difference)]))
 
 

@@ -117,8 +117,7 @@ def peer_of(name: str) -> int | None:
 def field_of(name: str) -> Field:
     """Return the table entry of `name`, which may be the full name of a pair field.
 
-    Raises:
-        KeyError: an unknown field.
+    Raises `KeyError`: an unknown field.
     """
     return FIELDS[name if peer_of(name) is None else name.rpartition("_")[0]]
 
@@ -135,13 +134,8 @@ def names(*kinds: Kind) -> tuple[str, ...]:
 
 def asked(kinds: Iterable[Kind], gpu: int, gpus: Sequence[int]) -> tuple[str, ...]:
     """Return the fields of these kinds to query on `gpu`; a pair field once for each peer in `gpus`."""
-    wanted = set(kinds)
     field_names: list[str] = []
-    for field in FIELDS.values():
-        if field.kind not in wanted:
-            continue
-        if field.kind == "pair":
-            field_names += [pair_field(field.name, peer) for peer in gpus if peer != gpu]
-        else:
-            field_names.append(field.name)
+    for name in names(*kinds):
+        is_pair = FIELDS[name].kind == "pair"
+        field_names += [pair_field(name, peer) for peer in gpus if peer != gpu] if is_pair else [name]
     return tuple(field_names)

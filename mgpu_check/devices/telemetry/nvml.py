@@ -58,8 +58,7 @@ _TYPES = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal
 def known(nvml: Any, otherwise: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of `ask`, or `otherwise` if the library reports that the queried item does not exist.
 
-    Raises:
-        NVMLError: any other error.
+    Raises `NVMLError`: any other error.
     """
     try:
         return ask(*arguments)
@@ -146,11 +145,7 @@ def _throttle(name: str) -> Query:
 
 
 def _links(nvml: Any, handle: Any) -> dict[int, bool]:
-    """Return the NVLinks of a GPU, and whether each is active.
-
-    Raises:
-        NVMLError: the GPU has no NVLinks.
-    """
+    """Return the NVLinks of a GPU, and whether each is active. Raises `NVMLError`: the GPU has no NVLinks."""
     states = {}
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = known(nvml, None, nvml.nvmlDeviceGetNvLinkState, handle, link)
@@ -167,10 +162,6 @@ def _active(nvml: Any, handle: Any) -> list[int]:
 
 def _nvlinks(nvml: Any, handle: Any) -> Value:
     return len(_active(nvml, handle))
-
-
-def _nvlinks_down(nvml: Any, handle: Any) -> Value:
-    return ", ".join(str(link) for link, active in _links(nvml, handle).items() if not active)
 
 
 def _nvlink_speed(nvml: Any, handle: Any) -> Value:
@@ -254,7 +245,7 @@ QUERIES: dict[str, Query] = {
     "power_limit_default": _call("nvmlDeviceGetPowerManagementDefaultLimit", scale=1000),
     "banks_without_spares": _histogram("none"),
     "banks_low_on_spares": _histogram("low"),
-    "nvlinks_down": _nvlinks_down,
+    "nvlinks_down": lambda nvml, handle: ", ".join(str(n) for n, active in _links(nvml, handle).items() if not active),
     "ecc_pending": _element("nvmlDeviceGetEccMode", 1, _ON.__getitem__),
     "remap_pending": _element("nvmlDeviceGetRemappedRows", 2, bool),
     "remap_failed": _element("nvmlDeviceGetRemappedRows", 3, bool),
@@ -309,7 +300,6 @@ QUERIES: dict[str, Query] = {
 
 
 def pair_query(nvml: Any, field: str, handle: Any, peer: Any) -> Value:
-    """Return the value of a field of two GPUs."""
     assert peer_of(field) is not None
     if field.startswith("topology"):
         level = nvml.nvmlDeviceGetTopologyCommonAncestor(handle, peer)
@@ -338,11 +328,8 @@ _TIMEOUT = 10
 class NvmlSource:
     """See `source.Source`.
 
-    Args:
-        gpus: number in the run -> UUID, with or without "GPU-" or "MIG-" before it.
-
-    Raises:
-        Absent: the binding or the library is not installed, or the driver does not answer.
+    `gpus`: number in the run -> UUID, with or without "GPU-" or "MIG-" before it. Raises `NoTelemetry`: the binding or
+    the library is not installed, or the driver does not answer.
     """
 
     def __init__(self, gpus: Mapping[int, str]) -> None:
@@ -370,7 +357,6 @@ class NvmlSource:
         self._events: Any = None
 
     def query(self, gpu: int, field: str) -> Value:
-        """Return the value of a field."""
         handle = self._gpus[gpu]
         peer = peer_of(field)
         if peer is None:
@@ -382,7 +368,6 @@ class NvmlSource:
         return of_pair
 
     def events(self, seconds: float) -> Sequence[XidEvent]:
-        """Wait for Xids."""
         nvml = self._nvml
         if self._events is None:
             self._events = self._asked(self._registered)
@@ -402,11 +387,9 @@ class NvmlSource:
         return [XidEvent(number, int(data.eventData)) for number in numbers]  # empty for a GPU outside the run
 
     def close(self) -> None:
-        """Release the driver."""
         self._nvml.nvmlShutdown()
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
-        """Call the library, and translate its errors into those of `Source`."""
         try:
             return ask()
         except self._nvml.NVMLError as error:
@@ -451,7 +434,6 @@ class NvmlSource:
         return handles, trouble
 
     def _mig_devices(self, handle: Any) -> list[str]:
-        """Return the UUIDs of the MIG devices of a GPU."""
         nvml = self._nvml
         uuids: list[str] = []
         with contextlib.suppress(nvml.NVMLError):  # the GPU has no MIG mode

@@ -8,6 +8,7 @@ file that the parent reads if this process dies.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from mgpu_check.devices.telemetry.fields import Kind, asked
@@ -79,15 +80,16 @@ class _Asking:
         self._output = output
         self._notes = notes
 
-    def begin(self, gpu: int | None, field: str, slot: int = 0) -> Query:
+    @contextlib.contextmanager
+    def query(self, gpu: int | None, field: str, slot: int = 0) -> Iterator[None]:
         query = Query(gpu, field)
         self.turnstile.enter(query)
         self._note(slot, field)
-        return query
-
-    def end(self, query: Query, slot: int = 0) -> None:
-        self._note(slot, "")
-        self.turnstile.leave(query)
+        try:
+            yield
+        finally:
+            self._note(slot, "")
+            self.turnstile.leave(query)
 
     def _note(self, slot: int, text: str) -> None:
         if self._notes is not None:
@@ -111,7 +113,7 @@ class _GpuThread(threading.Thread):
         self._slot = slot
         self._interval = interval
         self._unknown: dict[str, str] = {}
-        self._lost = ""
+        self._lost: str | None = None
 
     def run(self) -> None:
         self._identify()
@@ -128,20 +130,20 @@ class _GpuThread(threading.Thread):
     def _identify(self) -> None:
         """Report what identifies this GPU, before a query that may hang: an accused GPU must be found in its slot."""
         for field in asked(("identity",), self._gpu, self._gpus):
-            value = None if self._lost else self._ask(field)
+            value = self._ask(field) if self._lost is None else None
             if value is not None:
                 self._output.write({"identity": [self._gpu, field, value]})
 
     def _sample(self) -> None:
-        if not self._lost:
+        if self._lost is None:
             at = self._output.now()
             values = self._read("gauge", "counter", retry=False)
-            if not self._lost:
+            if self._lost is None:
                 self._output.write({"sample": [at, self._gpu, values]})
 
     def _answer(self, number: int, full: bool) -> None:
         kinds: tuple[Kind, ...] = get_args(Kind) if full else ("gauge", "counter")
-        values = {} if self._lost else self._read(*kinds, retry=full)
+        values = self._read(*kinds, retry=full) if self._lost is None else {}
         answer = {"answer": number, "gpu": self._gpu, "values": values}
         self._output.write({**answer, "unknown": self._unknown, "missing": self._lost})
 
@@ -149,15 +151,15 @@ class _GpuThread(threading.Thread):
         """Read all fields of these kinds. Skip fields that were unavailable before, unless `retry`."""
         values: dict[str, Any] = {}
         for field in asked(kinds, self._gpu, self._gpus):
-            if self._lost:
+            if self._lost is not None:
                 break
             values[field] = None if field in self._unknown and not retry else self._ask(field)
         return values
 
     def _ask(self, field: str) -> Any:
-        query = self._asking.begin(self._gpu, field, self._slot)
         try:
-            value = self._source.query(self._gpu, field)
+            with self._asking.query(self._gpu, field, self._slot):
+                value = self._source.query(self._gpu, field)
             self._unknown.pop(field, None)
             return value
         except Unsupported as error:
@@ -171,8 +173,6 @@ class _GpuThread(threading.Thread):
         except Exception as error:  # from the binding: it must not end the thread silently
             self._unknown[field] = f"error: {type(error).__name__}: {error}"
             self._output.trouble("sampler", self._gpu, field, f"{type(error).__name__}: {error}")
-        finally:
-            self._asking.end(query, self._slot)
         return None
 
 
@@ -193,8 +193,7 @@ def _tell_events(source: Source, output: _Output) -> None:
 def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None) -> Source:
     """Open the telemetry source of this machine: `simulated`, or NVML if it is None.
 
-    Raises:
-        Absent: no telemetry on this machine.
+    Raises `NoTelemetry`: no telemetry on this machine.
     """
     if simulated is None:
         from mgpu_check.devices.telemetry.nvml import NvmlSource
@@ -240,17 +239,12 @@ def _open(wanted: dict[str, Any], asking: _Asking, output: _Output, threads: dic
         made_of = wanted["simulated"]
         overrides = tuple(Override(**override) for override in made_of.pop("overrides"))
         simulated = SimulatedTelemetry(**made_of, overrides=overrides)
-    query = asking.begin(None, "initialization")
     try:
-        source = open_source(gpus, simulated)
-    except NoTelemetry as error:
-        output.write({"absent": str(error)})
-        return
+        with asking.query(None, "initialization"):
+            source = open_source(gpus, simulated)
     except Exception as error:
-        output.write({"absent": f"{type(error).__name__}: {error}"})
+        output.write({"absent": str(error) if isinstance(error, NoTelemetry) else f"{type(error).__name__}: {error}"})
         return
-    finally:
-        asking.end(query)
     numbers = [number for number in gpus if number not in source.unmatched]
     output.write({"ready": numbers, "unmatched": list(source.unmatched.items())})
     new_threads = {

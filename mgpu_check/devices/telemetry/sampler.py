@@ -110,7 +110,6 @@ class History:
         self._of: dict[int, list[TelemetrySample]] = {}
 
     def add(self, sample: TelemetrySample) -> None:
-        """Add the next sample of a GPU."""
         kept = self._of.setdefault(sample.gpu, [])
         kept.append(sample)
         if len(kept) > MOST:
@@ -118,7 +117,6 @@ class History:
             self._of[sample.gpu] = thinned if len(thinned) <= 3 * MOST // 4 else kept[::2]
 
     def samples(self) -> list[TelemetrySample]:
-        """Return all kept samples, by time."""
         return sorted((s for kept in self._of.values() for s in kept), key=lambda sample: (sample.at, sample.gpu))
 
 
@@ -129,6 +127,9 @@ _FACTS: tuple[Kind, ...] = ("identity", "fact", "pair", "limit", "state")
 
 class TelemetrySampler:
     """Watches the GPUs of this machine from its creation on. Safe to use from several threads.
+
+    Its owner makes it where the GPUs are, `visit` for a call on a remote machine. It starts the process that queries
+    the driver, and a thread that reads the answers; `close` ends both, and keeps the samples.
 
     Args:
         gpus: number in the run, and UUID, of each GPU of this machine.
@@ -167,7 +168,7 @@ class TelemetrySampler:
         self._closed = False
         self._absent = ""
         self._asked = 0
-        self._no_events = ""
+        self._no_events: str | None = None
         # The child may run from any directory. It must import the same copy of this package as this process.
         root = str(Path(__file__).parents[3])
         code = (
@@ -206,10 +207,8 @@ class TelemetrySampler:
 
         `Snapshot.missing` has each GPU without an answer, and the reason. There is no wait for a GPU that was not
         found, is lost, or was already reported as hanging or blocked; it is in `missing`, too. If there is no telemetry
-        at all, `Snapshot.absent` says why.
-
-        Args:
-            full: query all fields; otherwise only gauges and counters, which is faster.
+        at all, `Snapshot.absent` says why. `full`: query all fields; otherwise only gauges and counters, which is
+        faster.
         """
         with self._changed:
             self._asked += 1
@@ -236,24 +235,21 @@ class TelemetrySampler:
 
     @property
     def pid(self) -> int:
-        """Process id of the process that queries the driver."""
         return self._process.pid
 
     def asked_now(self) -> list[tuple[int | None, str]]:
         """Return the queries in progress: GPU (None for a call without a GPU) and field."""
-        pending: list[tuple[int | None, str]] = []
-        for slot, gpu in enumerate([None, *self.gpus]):
-            noted = self._notes[slot * NOTE : (slot + 1) * NOTE].rstrip(b"\0").decode(errors="replace")
-            if noted:
-                pending.append((gpu, noted))
-        return pending
+        slots = [None, *self.gpus]
+        notes = (self._notes[slot * NOTE : (slot + 1) * NOTE].rstrip(b"\0") for slot in range(len(slots)))
+        return [(gpu, note.decode(errors="replace")) for gpu, note in zip(slots, notes, strict=True) if note]
 
     def close(self) -> None:
         """End the process. Samples and troubles remain available."""
         with self._changed:
             self._closed = True
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            self._stdin().close()
+            self._process.stdin.close()
         try:
             self._process.wait(_END)
         except subprocess.TimeoutExpired:
@@ -268,27 +264,23 @@ class TelemetrySampler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stdin(self) -> Any:
-        return self._process.stdin
-
     def _send(self, message: object) -> None:
         with contextlib.suppress(OSError, ValueError):  # it has ended: `_listen` says so
-            self._stdin().write(json.dumps(message) + "\n")
-            self._stdin().flush()
+            print(json.dumps(message), file=self._process.stdin, flush=True)
 
     def _is_complete(self, number: int) -> bool:
         if self._ended or self._absent or any(t.kind == "hang" and t.gpu is None for t in self._troubles):
             return True
         return self._ready and all(gpu in self._answers[number] or self._why(gpu) for gpu in self.gpus)
 
-    def _why(self, gpu: int) -> str:
-        """Return why a GPU will not answer, or "" if it may."""
+    def _why(self, gpu: int) -> str | None:
+        """Return why a GPU will not answer; None if it may."""
         if gpu in self._unmatched:
             return self._unmatched[gpu]
         for trouble in self._troubles:
             if trouble.gpu == gpu and trouble.kind in ("hang", "blocked"):
                 return f"{trouble.field}: {trouble.text}"
-        return ""
+        return None
 
     def _snapshot(self, answers: Mapping[int, Mapping[str, Any]], timeout: float) -> Snapshot:
         gone = "the process that queries the driver has ended" if self._ended and not answers else ""
@@ -386,10 +378,8 @@ def visit(
 ) -> Visit:
     """Sample the GPUs of this machine while `meanwhile` runs, then take a snapshot.
 
-    Args:
-        gpus, simulated, interval: see `TelemetrySampler`.
-        full: see `TelemetrySampler.snapshot`.
-        meanwhile: the work to run; None takes the snapshot at once.
+    `gpus`, `simulated`, `interval`: see `TelemetrySampler`. `full`: see `TelemetrySampler.snapshot`. `meanwhile`: the
+    work to run; None takes the snapshot at once.
     """
     with TelemetrySampler(gpus, simulated, interval) as sampler:
         if meanwhile is not None:

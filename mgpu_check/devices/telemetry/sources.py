@@ -57,15 +57,13 @@ class Source(Protocol):
     def query(self, gpu: int, field: str) -> Value:
         """Return the value of a field.
 
-        Raises:
-            Unsupported: the field is not available. QueryError: the query failed. GpuLost: the GPU is gone.
+        Raises `Unsupported`: the field is not available. `QueryError`: the query failed. `GpuLost`: the GPU is gone.
         """
 
     def events(self, seconds: float) -> Sequence[XidEvent]:
         """Wait at most `seconds` for events, and return them.
 
-        Raises:
-            Unsupported: this source reports no events. QueryError: waiting failed.
+        Raises `Unsupported`: this source reports no events. `QueryError`: waiting failed.
         """
 
     def close(self) -> None:
@@ -104,7 +102,6 @@ class Turnstile:
             self._holder = query
 
     def leave(self, query: Query) -> None:
-        """Admit the next query."""
         with self._changed:
             self._hanging.discard(query)
             if self._holder is query:
@@ -169,7 +166,8 @@ class Override:
     value: Any = None  # the reported value; with `grows`, the first value
     grows: float = 0  # the increment per query
     after: float = 0.0  # seconds since telemetry began after which the override takes effect
-    error: str = ""  # the error of the query, or "": "lost", "timeout" (never answers), or the text of another error
+    # the error of the query: "lost", "timeout" (never answers), or the text of another error; None for no error
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -189,11 +187,7 @@ class SimulatedTelemetry:
 
 
 class SimulatedSource:
-    """See `source.Source`.
-
-    Args:
-        gpus: number in the run -> UUID.
-    """
+    """See `source.Source`. `gpus`: number in the run -> UUID."""
 
     def __init__(self, gpus: Mapping[int, str], made_of: SimulatedTelemetry) -> None:
         self.unmatched: dict[int, str] = {}
@@ -236,7 +230,7 @@ class SimulatedSource:
             threading.Event().wait()
         if override.error == "lost":
             raise GpuLost("GPU is lost", 15)
-        if override.error:
+        if override.error is not None:
             raise QueryError(override.error, 999)
         if not override.grows:
             value: Value = override.value

@@ -278,7 +278,6 @@ def devices_behind(simulate: str | None) -> Devices:
 
 
 def has_nccl() -> bool:
-    """Return whether the default group uses NCCL for tensors on devices."""
     try:
         backend = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]  # not in the stubs
     except RuntimeError:

@@ -106,10 +106,7 @@ def listen() -> None:
 
 
 def take() -> list[Stray]:
-    strays = []
-    while _strays:
-        strays.append(_strays.popleft())
-    return strays
+    return [_strays.popleft() for _ in range(len(_strays))]
 
 
 def _of_thread(args: Any) -> None:
@@ -136,7 +133,8 @@ def _keep(warning: str, summary: str, args: Any) -> None:
 
 def note_names(directory: str) -> None:
     """Note the names that this process and its spawned children make from now on, in a file in `directory`."""
-    # A file descriptor replaces the tracker, as in spawned processes, which inherit that of their parent's tracker.
+    # A file descriptor replaces the tracker, as in spawned processes, which inherit that of their parent's tracker
+    # (multiprocessing/spawn.py, spawn_main, Python 3.11).
     tracker: Any = resource_tracker._resource_tracker
     tracker._fd = os.open(
         file_of_names(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
@@ -146,7 +144,10 @@ def note_names(directory: str) -> None:
 
 
 def _pass_over_attached() -> None:
-    """Keep Python from noting shared memory that is only attached, whose owner would lose it when this process ends."""
+    """Keep Python from noting shared memory that is only attached, whose owner would lose it when this process ends.
+
+    Python notes both (python/cpython#82300). Its remedy, ``track=False`` since 3.13, is for callers to choose.
+    """
     original = shared_memory.SharedMemory.__init__
     created: set[str] = set()
 
@@ -199,7 +200,7 @@ class Measuring:
                 self._at_rest(inherited.save)
                 self._runs = True
                 return
-            if inherited is not None:  # of the fork server
+            if inherited is not None:  # of the fork server; as coverage.py does after a fork (control.py, 7.17)
                 inherited._auto_save = False
                 inherited.stop()
             # Each rank has its own data file, which pytest-cov combines with its own.

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -167,7 +166,7 @@ def left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]
 
     `ports`: ports that do not count, because the kernel chose them for a library.
     """
-    addresses = set()
+    addresses: set[str | None] = set()
     for number, identity in now.items():
         if before.get(number) != identity:
             with contextlib.suppress(OSError):
@@ -176,7 +175,7 @@ def left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]
                     addresses.add(_own_address(number, ports))
                 elif _is_locked(number) or (os.path.isfile(name) and not name.startswith(("/proc/", "/sys/", "/dev/"))):
                     addresses.add(name)
-    return sorted(addresses - {""})
+    return sorted(address for address in addresses if address is not None)
 
 
 def _is_locked(number: int) -> bool:
@@ -184,21 +183,21 @@ def _is_locked(number: int) -> bool:
         return any(line.startswith("lock:") for line in file)
 
 
-def _own_address(number: int, ports: range) -> str:
-    """Return the address that a socket occupies; empty without an address, or if it is connected."""
+def _own_address(number: int, ports: range) -> str | None:
+    """Return the address that a socket occupies; None without an address, or if it is connected."""
     with socket.socket(fileno=os.dup(number)) as copied:
         try:
             copied.getpeername()
         except OSError:
             address: Any = copied.getsockname()
         else:
-            return ""
+            return None
     if copied.family == socket.AF_UNIX:
         # NCCL has sockets of its own in the name space without files.
-        return "" if b"nccl" in os.fsencode(address) else f"socket {os.fsdecode(address)}".replace("\0", "@").rstrip()
+        return None if b"nccl" in os.fsencode(address) else f"socket {os.fsdecode(address)}".replace("\0", "@").rstrip()
     if copied.family in (socket.AF_INET, socket.AF_INET6) and address[1] and address[1] not in ports:
         return f"port {address[1]}"
-    return ""
+    return None
 
 
 def ports_of_libraries() -> range:
@@ -213,33 +212,19 @@ _SIGNALS = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signa
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
-@dataclass
 class ProcessState:
-    """The state of a fresh rank's process, which `restore` restores after every test."""
+    """The state of a fresh rank's process: `FreshState` takes it, and restores it after every test."""
 
-    path: tuple[str, ...]
-    handlers: dict[int, Any]
-    blocked: frozenset[int]
-    limits: dict[int, tuple[int, int]]
-    files: dict[int, tuple[int, int]]
-    children: frozenset[int]
-    kept: list[Any]
-    of_system: list[Any]
-    loggers: Loggers
-
-    @classmethod
-    def take(cls) -> ProcessState:
-        return cls(
-            path=tuple(sys.path),
-            handlers=_handlers(),
-            blocked=frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-            limits={limit: resource.getrlimit(limit) for limit in _LIMITS},
-            files=open_files(),
-            children=frozenset(children_but_managers()),
-            kept=[get() for _, get, _ in _KEPT],
-            of_system=[get() for _, get, _ in _OF_SYSTEM],
-            loggers=Loggers(),
-        )
+    def __init__(self) -> None:
+        self.path = tuple(sys.path)
+        self.handlers = _handlers()
+        self.blocked: frozenset[int] = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        self.limits = {limit: resource.getrlimit(limit) for limit in _LIMITS}
+        self.files = open_files()
+        self.children = frozenset(children_but_managers())
+        self.kept = [get() for _, get, _ in _KEPT]
+        self.of_system = [get() for _, get, _ in _OF_SYSTEM]
+        self.loggers = Loggers()
 
     def restore(self, imported: bool) -> None:
         """Undo the changes of a test, as far as a process can."""
@@ -298,7 +283,6 @@ def _is_closed(stream: Any) -> bool:
 
 
 def _handlers() -> dict[int, Any]:
-    """Return signal number -> handler, without handlers that were set outside Python."""
     # `signal.getsignal` would convert each of 62 answers to an enum after each test.
     return {number: handler for number in _SIGNALS if (handler := _signal.getsignal(number)) is not None}
 
@@ -346,49 +330,30 @@ _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 
 def _default_device() -> torch.device | None:
-    """Return the device set by `torch.set_default_device`, None if none was set."""
     mode = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if mode is None else mode.device
 
 
-@dataclass
 class FreshState:
-    torch_state: list[Any]
-    environment: dict[str, str]
-    environment_of_c: dict[bytes, bytes]
-    directory: str
-    threads: frozenset[threading.Thread]
-    count: int
-    device: int | None
-    group: dist.ProcessGroup | None
-    sharing: str
-    modes: Modes
-    replaceable: Replaceable
-    process: ProcessState
-    simulated: bool
-    modules: int = 0
-    interop_threads: int = 0
+    """The state of torch and of the process in a fresh rank.
 
-    @classmethod
-    def take(cls, device: int | None, simulated: bool) -> FreshState:
-        """Record the current state."""
-        return cls(
-            torch_state=[get() for get, _ in _TORCH_STATE],
-            environment=dict(os.environ),
-            environment_of_c=_variables_of_c(),
-            directory=os.getcwd(),
-            threads=frozenset(threading.enumerate()),
-            count=_thread._count(),
-            device=device,
-            group=_world(),
-            sharing=torch.multiprocessing.get_sharing_strategy(),
-            modes=Modes(),
-            replaceable=Replaceable(),
-            process=ProcessState.take(),
-            simulated=simulated,
-            modules=len(sys.modules),
-            interop_threads=torch.get_num_interop_threads(),
-        )
+    `Worker` records it once, when the process group is there. It restores torch before each call, and everything at
+    the end of each test, where `left_behind` names what only a new process could undo.
+    """
+
+    def __init__(self, device: int | None, simulated: bool) -> None:
+        self.device, self.simulated = device, simulated
+        self.torch_state = [get() for get, _ in _TORCH_STATE]
+        self.environment, self.environment_of_c = dict(os.environ), _variables_of_c()
+        self.directory = os.getcwd()
+        self.threads, self.count = frozenset(threading.enumerate()), _thread._count()
+        self.group = _world()
+        self.sharing: str = torch.multiprocessing.get_sharing_strategy()
+        self.modes = Modes()
+        self.replaceable = Replaceable()
+        self.process = ProcessState()
+        self.modules = len(sys.modules)
+        self.interop_threads = torch.get_num_interop_threads()
 
     def restore(self) -> None:
         """Undo the changes of a call. This must be cheap, because it runs between any two examples."""
@@ -465,7 +430,8 @@ def _still_running(threads: Iterable[threading.Thread]) -> list[str]:
     deadline = Clock.now() + _MOMENT
     running = []
     for thread in threads:
-        foreign = isinstance(thread, threading._DummyThread)  # started in C, so that it cannot be joined
+        # Started in C, so that it cannot be joined (threading.py, _DummyThread.join, Python 3.11).
+        foreign = isinstance(thread, threading._DummyThread)
         if not foreign:
             thread.join(Clock.until(deadline))
         if foreign or thread.is_alive():
@@ -482,6 +448,7 @@ def _destroy_extra_groups() -> None:
         dist.destroy_process_group(group)
     if extra and "torch.distributed.tensor" in sys.modules:
         # DTensor caches sharding decisions by equal meshes, and a cached mesh may have groups that are destroyed now.
+        # torch recommends this function (torch/distributed/tensor/debug/__init__.py, torch 2.13).
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()

@@ -75,7 +75,8 @@ def main(connection_fd: int, log_fd: int, stacks_fd: int, record_fd: int, direct
     python_hooks.listen()
     give_by_value()
     keep_freed_memory()
-    # Temporary files of `multiprocessing` go to the run's directory, because a killed rank cannot remove them.
+    # Temporary files of `multiprocessing` go to the run's directory, because a killed rank cannot remove them. It has
+    # no public setting for that (multiprocessing/util.py, get_temp_dir, Python 3.11).
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
     note_names(directory)
     for stream in (sys.stdout, sys.stderr):
@@ -113,7 +114,11 @@ def _write_stacks_to(fd: int) -> None:
 
 
 class Worker:
-    """The state and the message loop of one process of the pool."""
+    """The state and the message loop of one process of the pool.
+
+    `main` makes one from the first message, and it joins the process group. `loop` answers the pytest process: calls,
+    and a request at the end of each test. It ends when the connection closes.
+    """
 
     def __init__(self, connection: RankEnd, spec: channel.RankSpec, stacks_fd: int, directory: str) -> None:
         self.connection, self.stacks_fd = connection, stacks_fd
@@ -143,17 +148,14 @@ class Worker:
             torch.cuda.init()  # as on real devices, `CUDA_VISIBLE_DEVICES` has no effect from here on
         check_visible(spec.uuids)
         if spec.index is not None:
-            self.join(spec.index)
-        self.baseline = FreshState.take(spec.device, simulated=spec.simulate is not None)
+            if not spec.bare:
+                self.make_group(spec.index)
+            device = torch.device("cuda", spec.device)
+            become(Rank(spec.index, spec.size, spec.local_index, spec.node_index, device))
+        self.baseline = FreshState(spec.device, simulated=spec.simulate is not None)
         self.variables = contextvars.copy_context()  # of one test
         global _wait
         _wait = self.pause
-
-    def join(self, index: int) -> None:
-        spec = self.spec
-        if not spec.bare:
-            self.make_group(index)
-        become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
 
     def make_group(self, index: int) -> None:
         spec = self.spec
@@ -164,7 +166,7 @@ class Worker:
         share_gloo_device()
         dist.init_process_group(
             # Named explicitly: since torch 2.6 the default is the accelerator's backend only, with none for CPU
-            # tensors.
+            # tensors (pytorch/pytorch#142216).
             backend=spec.backend or _BACKENDS,
             store=open_store(spec.store, spec.size),
             rank=index,
@@ -280,9 +282,8 @@ class Worker:
             self.devices.wait()
         except BaseException as error:
             self.error = error
-            return dataclasses.replace(
-                self.outcome, value=None, failure=failure_of(error), settled=True, reusable=False
-            )
+            failure = failure_of(error)
+            return dataclasses.replace(self.outcome, value=None, failure=failure, settled=True, reusable=False)
         return dataclasses.replace(self.outcome, settled=True)
 
     def restore(self) -> None:

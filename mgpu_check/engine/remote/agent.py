@@ -60,10 +60,13 @@ def connect(driver: Announced, attempts: int = 1) -> socket.socket:
 
 
 class JoinedRun:
-    """The run from the view of one agent."""
+    """The run from the view of one agent.
+
+    `main` makes one, which connects to the launcher's store. Rank 0 also starts the driver, unless the driver of an
+    earlier attempt still runs. `join` finds the driver, and `note_end` writes the result for late agents.
+    """
 
     def __init__(self, launched: LaunchedProcess, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
-        """Connect to the store. Rank 0 also starts the driver, unless the driver of an earlier attempt still runs."""
         self.process: subprocess.Popen[bytes] | None = None  # the driver's, if this agent has started it
         self._launched, self._timeout = launched, timeout
         self._meeting = Meeting(launched, timeout, key)
@@ -79,7 +82,6 @@ class JoinedRun:
         return self._driver
 
     def _left(self) -> Announced | None:
-        """Return the driver of an earlier attempt if it still runs."""
         try:
             announced = self._meeting.driver()
             if announced is not None:
@@ -95,7 +97,7 @@ class JoinedRun:
         listener, address = listener_for(self._launched, rendezvous)
         with listener:
             announced = self._meeting.announce(address, listener.getsockname()[1])
-            trusting = "" if self._own else f"{self._launched.address}:{self._launched.port}"
+            trusting = None if self._own else f"{self._launched.address}:{self._launched.port}"
             self.process = start_driver(self._launched, listener, announced.key, trusting, arguments)
         return announced
 
@@ -103,7 +105,7 @@ class JoinedRun:
         """Wait for the driver and connect to it; return the connection, or how the run has ended."""
         deadline = time.monotonic() + self._timeout
         reason = "none was announced"
-        gone = ""  # name of a driver that has ended without a result
+        gone: str | None = None  # name of a driver that has ended without a result
         while time.monotonic() < deadline:
             if self.process is not None and (code := self.process.poll()) is not None:
                 return End(code if code >= 0 else None)
@@ -122,7 +124,7 @@ class JoinedRun:
                     return connected
                 reason = connected if end is None else "the announced driver ended without a result"
             time.sleep(_RETRY)
-        if gone:
+        if gone is not None:
             return End(None)
         at = "" if self._driver is None else f" at {self._driver.address} port {self._driver.port}"
         raise StartupFailure(f"no driver was found{at} within {self._timeout:g} s: {reason}")
@@ -193,8 +195,11 @@ def main(
     `arguments`: command line of the driver, which the agent of rank 0 starts. `timeout`: seconds to wait for a driver.
     `key`: returns the user's key, None with --trust-network; raises `UnusableKey`.
     """
-    if launched.launcher == "torchrun" and not _bound_to_parent():
-        return NO_DRIVER
+    parent = os.getppid()
+    if launched.launcher == "torchrun":
+        child_processes.end_with_parent()
+        if os.getppid() != parent:  # it has ended already
+            return NO_DRIVER
     # Until the agent has a driver, Ctrl-C ends it at once, even while it waits for the store. Its fork server follows.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = launched_process.of_earlier_attempt(os.environ)
@@ -230,13 +235,6 @@ def _leave_early(launched: LaunchedProcess, reason: str, code: int) -> int:
     return code
 
 
-def _bound_to_parent() -> bool:
-    """Make this process end with its parent, and return False if the parent has ended already."""
-    parent = os.getppid()
-    child_processes.end_with_parent()
-    return os.getppid() == parent
-
-
 def _end_of(driver: subprocess.Popen[bytes] | None) -> str:
     if driver is None or driver.poll() is None:
         return "the driver is gone without a result"
@@ -248,7 +246,11 @@ class _Left(Exception):
 
 
 class Agent:
-    """Runs the processes of this host for the driver that it has joined."""
+    """Runs the processes of this host for the driver that it has joined.
+
+    `main` makes one in a launched process, once it has a connection to the driver. `serve` forks and kills ranks as the
+    driver asks, and returns when the run is over, the driver is lost, or the launcher ends this process.
+    """
 
     def __init__(
         self, connection: socket.socket, launcher: LocalLauncher, launched: LaunchedProcess, driver: Announced
@@ -285,18 +287,11 @@ class Agent:
     def description(self) -> dict[str, Any]:
         import torch
 
-        launched = self.launched
+        of_launcher = ("rank", "local_rank", "local_size", "node", "launcher", "final", "address", "port")
         return {
-            "rank": launched.rank,
-            "local_rank": launched.local_rank,
-            "local_size": launched.local_size,
-            "node": launched.node,
+            **{name: getattr(self.launched, name) for name in of_launcher},
             "host": socket.gethostname(),
             "boot": boot_id(),
-            "launcher": launched.launcher,
-            "final": launched.final,
-            "address": launched.address,
-            "port": launched.port,
             "devices": torch.cuda.device_count(),
             "versions": versions(),
         }

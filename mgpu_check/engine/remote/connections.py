@@ -30,7 +30,8 @@ from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoi
 from mgpu_check.errors import StartupFailure
 
 LONGEST = 4 << 20  # Maximum bytes of a line. The stacks and the kept output of a rank are shorter.
-_IDLE, _INTERVAL, _PROBES = 15, 5, 4  # seconds, seconds, count: a lost host is detected after 35 s
+# Without delay; a lost host is detected after 15 s and 4 probes, one every 5 s.
+_TCP_OPTIONS = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 _UNANSWERED_MS = 35_000  # the same time for unacknowledged data
 
 
@@ -40,11 +41,9 @@ def tune(connection: socket.socket, control: bool) -> None:
     `control`: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be stopped
     for longer than that timeout.
     """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    for option, value in _TCP_OPTIONS.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
     if control:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
 
@@ -60,7 +59,6 @@ class Lines:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add received bytes."""
         self._data += data
         if len(self._data) > LONGEST and b"\n" not in self._data:
             raise ValueError(f"a line of more than {LONGEST} bytes")
@@ -89,12 +87,8 @@ class AgentGone(Exception):
     """The agent that should have answered is lost."""
 
 
-@dataclass(frozen=True)
-class AgentProcess:
-    """A new process of an agent: its id on that host, and the connection to it."""
-
-    pid: int
-    connection: socket.socket
+AgentProcess = tuple[int, socket.socket]
+"""A new process of an agent: its id on that host, and the connection to it."""
 
 
 @dataclass
@@ -107,10 +101,9 @@ class Launch:
 
     def complete(self) -> None:
         if self.pid is not None and self.connection is not None and not self.future.done():
-            self.future.set_result(AgentProcess(self.pid, self.connection))
+            self.future.set_result((self.pid, self.connection))
 
     def fail(self, error: Exception) -> None:
-        """Fail the future, unless it is complete."""
         if not self.future.done():
             self.future.set_exception(error)
             if self.connection is not None:
@@ -118,7 +111,7 @@ class Launch:
 
 
 class RemoteAgent:
-    """An agent that has joined."""
+    """An agent that has joined: `Connections` makes one when it admits the agent, and forgets it when it is lost."""
 
     def __init__(self, connection: socket.socket, greeting: dict[str, Any]) -> None:
         self.connection, self.greeting = connection, greeting  # greeting: its description of itself
@@ -152,8 +145,6 @@ _TIMEOUT_IF_FULL = 2.0  # while others wait: an agent answers at once, and a str
 
 @dataclass
 class _Guest:
-    """A connection that is not admitted yet."""
-
     connection: socket.socket
     address: str
     proof: Generator[tuple[bytes, int], bytes, bytes] | None  # the pending authentication, None once it has succeeded
@@ -198,7 +189,6 @@ class Listener:
                 self._selector.unregister(self._listener)
 
     def send_away_the_late(self) -> None:
-        """Close the connections that were not admitted in time."""
         latest = time.monotonic() - (_TIMEOUT if self._accepting else _TIMEOUT_IF_FULL)
         for guest in [candidate for candidate in self._guests if candidate.came < latest]:
             self._send_away(guest)
@@ -276,10 +266,13 @@ _LEFT = "was ended by its launcher"
 
 
 class Connections:
-    """The agents that have joined, by rank."""
+    """The agents that have joined, by rank.
+
+    `driver.take_over` makes one and starts its thread, which admits agents and receives from them until the run ends.
+    `AgentLauncher` and `RemoteProcess` send through it from the main thread. `Driver` calls `finish` at the end.
+    """
 
     def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
-        """Create the state without any agent."""
         self.size = size
         self.patience = patience  # seconds that the run continues without any agent
         self.agents: dict[int, RemoteAgent] = {}
@@ -333,7 +326,6 @@ class Connections:
             return missing()
 
     def launch(self, rank: int) -> tuple[RemoteAgent, int, Future[AgentProcess]]:
-        """Ask the agent of `rank` to start a process."""
         with self.changed:
             agent = self.agents.get(rank)
             if agent is None:

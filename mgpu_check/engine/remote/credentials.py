@@ -208,7 +208,6 @@ class Key:
         return hmac.digest(self.secret, message, "sha256")
 
     def proves(self, proof: bytes, purpose: bytes, *fields: bytes) -> bool:
-        """Return whether an owner of the key made `proof`."""
         return hmac.compare_digest(proof, self.proof(purpose, *fields))
 
 

@@ -41,7 +41,6 @@ from mgpu_check.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version, as seen by this process."""
     return {
         "Python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
@@ -74,9 +73,9 @@ class RemoteProcess(Process):
         if code is None:
             self.exit_code, self.lost = _NOBODY_KNOWS, self._agent.gone
 
-    def _ask(self, method: str, *arguments: Any, timeout: float = _ANSWER_TIMEOUT, default: Any = "") -> Any:
+    def _ask(self, method: str, *arguments: Any, default: Any = "") -> Any:
         try:
-            return self._connections.ask(self._agent, self._number, method, *arguments).result(timeout)
+            return self._connections.ask(self._agent, self._number, method, *arguments).result(_ANSWER_TIMEOUT)
         except (AgentGone, TimeoutError):
             return default
 
@@ -114,8 +113,9 @@ class RemoteProcess(Process):
     def record(self) -> Record:
         return parse(base64.b64decode(self._ask("record_bytes")))
 
-    def replaced_by(self) -> str:
-        return str(self._ask("replaced_by"))
+    def replaced_by(self) -> str | None:
+        command: str | None = self._ask("replaced_by", default=None)
+        return command
 
     def runnable(self) -> bool:
         return bool(self._ask("runnable", default=False))
@@ -261,10 +261,8 @@ class AgentLauncher(Launcher):
                 for rank in wanted:
                     requests.append(connections.launch(rank))
                 for agent, number, future in requests:
-                    agent_process = future.result(_START_TIMEOUT)
-                    launched.append(
-                        RemoteProcess(connections, agent, number, agent_process.pid, Channel(agent_process.connection))
-                    )
+                    pid, connection = future.result(_START_TIMEOUT)
+                    launched.append(RemoteProcess(connections, agent, number, pid, Channel(connection)))
             except AgentGone as gone:
                 raise StartupFailure(f"{gone}, while it started a rank") from None
             except TimeoutError:
@@ -282,7 +280,6 @@ class AgentLauncher(Launcher):
         return launched
 
     def _await(self, ranks: Sequence[int]) -> None:
-        """Wait until lost agents are back."""
         connections = self.connections
         patience = 0.0 if self.lost_for_good() else connections.patience
         missing = connections.await_agents(sorted(set(ranks)), patience)
@@ -339,9 +336,12 @@ _PATIENCE = 300.0  # seconds without agents, until `Driver.launcher` sets the va
 
 
 def start_driver(
-    launched: LaunchedProcess, listener: socket.socket, key: Key, trusting: str, arguments: Sequence[str]
+    launched: LaunchedProcess, listener: socket.socket, key: Key, trusting: str | None, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start the driver in its own session, so that it survives when torchrun kills this process's group."""
+    """Start the driver in its own session, so that it survives when torchrun kills this process's group.
+
+    See torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py, close, torch 2.13.
+    """
     read, write = os.pipe()
     # The driver watches torchrun and not this process, because torchrun may restart this process.
     parent = os.pidfd_open(os.getppid()) if launched.launcher == "torchrun" else None
@@ -385,13 +385,17 @@ def _command_of(launched: LaunchedProcess) -> list[str]:
 
 @dataclass
 class Driver:
-    """The pytest process as driver of a launched run."""
+    """The pytest process as driver of a launched run.
+
+    `take_over` makes one, in the process that the agent of rank 0 has started. The run asks it for a launcher. At the
+    end of its context it sends the exit code to all agents.
+    """
 
     size: int  # number of launched ranks
     connections: Connections
     environment: Mapping[str, str]  # of this process at its start
     command: tuple[str, ...]  # the command line that launches such a run on each host
-    trusting: str = ""  # address of the store that shows the key of the run to everybody; empty if the key is secret
+    trusting: str | None = None  # address of the store that shows the key to everybody; None if the key is secret
     exit_code: int = 70  # of the run, once it is known
 
     def __enter__(self) -> Driver:

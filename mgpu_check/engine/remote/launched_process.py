@@ -147,7 +147,9 @@ def first_host(nodes: str) -> str:
     return f"{prefix}{lowest}{suffix}"
 
 
-_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # …/attempt_0/2/error.json: of the first attempt, for local rank 2
+# …/attempt_0/2/error.json: of the first attempt, for local rank 2 (torch/distributed/elastic/multiprocessing/api.py,
+# torch 2.13).
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 _KEY = "mgpu_check_exit_code"
 
@@ -162,7 +164,10 @@ def _leads(launched: LaunchedProcess) -> bool:
 
 
 def leave(code: int, launched: LaunchedProcess, environment: Mapping[str, str]) -> None:
-    """Write the exit code to torchrun's error file, for torchrun's report and for restarted processes."""
+    """Write the exit code to torchrun's error file, for torchrun's report and for restarted processes.
+
+    The form is that of torch/distributed/elastic/multiprocessing/errors/error_handler.py, record_exception, torch 2.13.
+    """
     name = environment.get(_VARIABLE)
     if name is None or not _leads(launched):
         return

@@ -144,10 +144,13 @@ class End:
 
 
 class Meeting:
-    """The entries of the store that announce the driver and its end. Imports torch."""
+    """The entries of the store that announce the driver and its end. Imports torch.
+
+    Each agent makes one before it has a driver. Rank 0 makes the store, too, if the launcher has none; that store ends
+    with its agent.
+    """
 
     def __init__(self, launched: LaunchedProcess, timeout: float, key: Key | None) -> None:
-        """Connect to the store. Rank 0 makes the store if the launcher has no store."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._key = None if key is None else key.of_run(launched.identity)
@@ -155,7 +158,7 @@ class Meeting:
         master = not launched.has_store and launched.rank == 0
         own = None
         if master and launched.port and is_loopback(launched.address):
-            # By default the store would listen at all addresses of the machine.
+            # The store would listen at all addresses of the machine, whatever its host is (pytorch/pytorch#173909).
             own = listen_at(launched.address, launched.port).detach()
         self._store: Store = PrefixStore(
             PREFIX,

@@ -19,13 +19,10 @@ from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, where_is
 from mgpu_check.processes.rank_lists import grouped
 
+# Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank. Of the
+# elements of a tensor some are two or three times the root mean square, and show smaller errors.
 _WIDE = 0.25
-"""Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank.
-
-Of the elements of a tensor some are two or three times the root mean square, and show smaller errors.
-"""
-_SMALL = 1e-2
-"""Fraction of the largest gradient below which a gradient may be rounding errors only, as for a bias before a norm."""
+_SMALL = 1e-2  # of the largest gradient: a smaller one may be rounding errors only, as for a bias before a norm
 _ENOUGH = 4096  # elements to sample from a large tensor for its magnitude
 
 
@@ -52,12 +49,13 @@ def unjudged(
     reasons: dict[str, str] = {}
     largest: dict[str, float] = {}
     for name in sorted(trained - {result.of for result in relations.local}):
-        reason, too_wide = "", False
+        reason: str | None = None
+        too_wide = False
         for result in (Result("grads", name), Result("params", name)):
             verdicts = relations.held.get(result)
             if verdicts is None or verdicts.get(PARITY) is None:
-                reason = reason or relations.skipped.get(result, "")
-            elif tolerance is not None or (wide := _wide(expected, result, largest)) == "":
+                reason = reason or relations.skipped.get(result)
+            elif tolerance is not None or (wide := _wide(expected, result, largest)) is None:
                 break
             else:
                 reason, too_wide = wide, True
@@ -72,17 +70,17 @@ def unjudged(
     return reasons
 
 
-def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str:
-    """Return why the tolerance of a result is too wide to prove anything; "" if it is narrow enough."""
+def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str | None:
+    """Return why the tolerance of a result is too wide to prove anything, if so."""
     exact, allowed = expected.exact.get(result), expected.tolerance.get(result)
     if exact is None or allowed is None or not exact.numel():
-        return ""
+        return None
     if result.kind not in largest:
         sizes = [_size(value) for name, value in expected.exact.items() if name.kind == result.kind]
         largest[result.kind] = max(sizes, default=0.0)
     size, width = _size(exact), _size(allowed)
     if width <= _WIDE * max(size, _SMALL * largest[result.kind]):
-        return ""
+        return None
     return (
         f"rounding alone may change {result} by {width:.2g}, and its values are about {size:.2g}: "
         "the measured tolerance proves nothing"
@@ -100,7 +98,10 @@ _ALIKE = 0.01  # losses of ranks that differ by no more than this fraction hide 
 
 
 class PassLimits:
-    """The limits of a verdict: what no case that passed has shown, although a mistake may lie there."""
+    """The limits of a verdict: what no case that passed has shown, although a mistake may lie there.
+
+    `Trials` makes one, adds each case that passes on several ranks, and reads its lines once, in `Trials.finish`.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -145,8 +146,7 @@ _SHOWN = 12
 class ParameterCoverage:
     """The trained parameters that were compared in some case, by world size or mesh.
 
-    Args:
-        against: what they are compared with.
+    `Trials` makes one, adds each case whose relations hold, and ends with `finish`, which raises for what was missed.
     """
 
     def __init__(self, program: Program, name: str, against: str = PARITY) -> None:
@@ -158,45 +158,39 @@ class ParameterCoverage:
         self._too_wide: set[str] = set()
 
     def add(self, scenario: Scenario, expected: Expected, relations: Relations) -> None:
-        place = scenario.place
-        trained = expected.single.trained | relations.unjudged.keys()
-        self._trained[place] |= trained
-        self._judged[place] |= trained - relations.unjudged.keys()
-        self._missed[place].update(relations.unjudged)
+        world, trained = scenario.place, expected.single.trained | relations.unjudged.keys()
+        self._trained[world] |= trained
+        self._judged[world] |= trained - relations.unjudged.keys()
+        self._missed[world].update(relations.unjudged)
         self._local |= {result.of for result in relations.local}
         self._too_wide |= relations.too_wide
 
     def finish(self, unjudged: Mapping[str, str]) -> None:
-        """Check that every trained parameter was compared at every world size.
-
-        `unjudged`: patterns of parameters that need not be compared, with the reasons.
-        """
+        """Check that every trained parameter was compared at every world size, except for patterns in `unjudged`."""
         not_compared: dict[tuple[int, Mesh], dict[str, str]] = {}
         used_patterns = {each for each in unjudged if any(fnmatch.fnmatchcase(name, each) for name in self._local)}
-        for place, missed in self._missed.items():
-            for name in sorted(missed.keys() - self._judged[place]):
+        for world, missed in self._missed.items():
+            for name in sorted(missed.keys() - self._judged[world]):
                 patterns = [pattern for pattern in unjudged if fnmatch.fnmatchcase(name, pattern)]
                 used_patterns.update(patterns)
                 if not patterns:
-                    not_compared.setdefault(place, {})[name] = missed[name]
+                    not_compared.setdefault(world, {})[name] = missed[name]
         if not_compared:
-            names = sorted(set().union(*not_compared.values()))
-            raise NotCompared(self._told(not_compared), names=names)
+            raise NotCompared(self._message(not_compared), names=sorted(set().union(*not_compared.values())))
         if idle := [pattern for pattern in unjudged if pattern not in used_patterns]:
             raise ValueError(
                 f"{self._program.gate}: unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was "
                 "not compared; take it out, so that it hides nothing later"
             )
 
-    def _told(self, not_compared: Mapping[tuple[int, Mesh], Mapping[str, str]]) -> str:
+    def _message(self, not_compared: Mapping[tuple[int, Mesh], Mapping[str, str]]) -> str:
         missed = set().union(*not_compared.values())
-        total = len(set().union(*self._trained.values()))
-        counts = f"{len(missed)} of {total} trained parameters"
+        counts = f"{len(missed)} of {len(set().union(*self._trained.values()))} trained parameters"
         lines = [f"{self._name} is undecided: {counts} were not compared with {self._against}"]
-        for place, reasons in not_compared.items():
+        for world, reasons in not_compared.items():
             for reason, several in grouped((reason, name) for name, reason in reasons.items()):
                 suffix = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
-                lines.append(f"  at {where_is(*place)}: {', '.join(several[:_SHOWN])}{suffix}: {reason}")
+                lines.append(f"  at {where_is(*world)}: {', '.join(several[:_SHOWN])}{suffix}: {reason}")
         ways = []
         if missed & self._too_wide:
             ways.append("give a tolerance with tolerance=, or a reference= that computes in float32")
@@ -251,20 +245,17 @@ class Visits:
     shuffles: bool = False  # whether the loader has a sampler that should shuffle
     workers: int = 0  # the largest number of worker processes that read an IterableDataset
     bare: bool = False  # whether a generator yielded lists or tuples, which may be loaders or batches
-    problem: str = ""  # why the user's functions cannot be used; "" if they can
+    problem: str | None = None  # why the user's functions cannot be used, if so
 
 
 @dataclass
 class Coverage:
-    """The coverage of one epoch, or the order of all epochs.
-
-    `details` describe the defects, a clause each; `ranks` are the ranks at fault, if they are known.
-    """
+    """The coverage of one epoch, or the order of all epochs."""
 
     relations: dict[str, bool | None] = field(default_factory=dict)
-    details: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)  # the defects, a clause each
     remarks: list[str] = field(default_factory=list)
-    ranks: set[int] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)  # the ranks at fault, if they are known
 
 
 def samples_of(
@@ -274,10 +265,7 @@ def samples_of(
     labels: Mapping[Hashable, str],
     workers: int = 0,
 ) -> EpochSamples:
-    """Return the samples that the ranks got in one epoch, with the samples that they should get together.
-
-    `expected`: how often each sample should be seen; at least one sample.
-    """
+    """Return the samples that the ranks got in one epoch, with the samples that they should get together."""
     largest = max((len(batch) for rank_epoch in rank_epochs for batch in rank_epoch.batches), default=0)
     batches = [len(rank_epoch.batches) for rank_epoch in rank_epochs]
     counts = [rank_epoch.counts for rank_epoch in rank_epochs]
@@ -316,14 +304,12 @@ def coverage_of(samples: EpochSamples) -> Coverage:
 
 
 def same_orders(visits: Sequence[Visits], samples: int) -> tuple[list[int], bool]:
-    """Return the ranks that visit their samples in the same order in all epochs, and whether chance is excluded.
-
-    A rank that draws k of n shuffled samples has n!/(n-k)! possible orders.
-    """
+    """Return the ranks that visit their samples in the same order in all epochs, and whether chance is excluded."""
     orders_of_ranks = enumerate({epoch.samples for epoch in visit.epochs} for visit in visits)
     same = [rank for rank, orders in orders_of_ranks if len(orders) == 1 and any(orders)]
     most = max((len(set(visits[rank].epochs[0].samples)) for rank in same), default=0)
     drawn = samples if len(same) == len(visits) else min(most, samples)
+    # A rank that draws k of n shuffled samples has n!/(n-k)! possible orders.
     possible = math.lgamma(samples + 1) - math.lgamma(samples - drawn + 1)
     repeats = len(visits[0].epochs) - 1
     return same, repeats > 0 and possible * repeats > -math.log(_CHANCE)

@@ -7,24 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mgpu_check.diagnosis.observations import (
-    AGREE,
-    FINITE,
-    PARITY,
-    REPEATS,
-    Expected,
-    Kind,
-    ObservedRun,
-    Relations,
-    Result,
-)
+from mgpu_check.diagnosis.observations import AGREE, FINITE, PARITY, REPEATS, Expected, ObservedRun, Relations, Result
 from mgpu_check.gates.comparison.coverage import unjudged
 from mgpu_check.numerics.differences import difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite
 
 RANDOM = Result("rng", "state of the random numbers")
-_DIVIDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
+_DIVIDED = ("grads", "params", "optimizer")
 
 
 def relations_of(
@@ -113,10 +103,7 @@ def ranks_changed(
 
 
 def close(got: torch.Tensor | None, expected: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:
-    """Return whether two values are equal within `allowed`.
-
-    False if a value is missing: ranks other than 0 do not send large values.
-    """
+    """Return whether two values are equal within `allowed`; False if one is missing, as large values on ranks are."""
     if got is None or expected is None or got.shape != expected.shape:
         return False
     if isinstance(allowed, torch.Tensor) and allowed.shape != got.shape:
@@ -136,14 +123,11 @@ def _take_texts(relations: Relations, expected: Expected, runs: Sequence[Observe
 
 
 def _take_starts(relations: Relations, runs: Sequence[ObservedRun]) -> None:
-    """Compare the initial values of parameters that are not compared otherwise.
-
-    Parameters that get the same gradient on all ranks are copies of each other, so their values must be equal.
-    """
+    """Compare the initial values of parameters that are not compared otherwise."""
     for name in runs[0].stepped:
         result = Result("params", name)
-        starts = [run.stepped.get(name) for run in runs]
-        recorded = [start for start in starts if start is not None]
+        recorded = [run.stepped[name] for run in runs if name in run.stepped]
+        # Parameters that get the same gradient on all ranks are copies of each other, so their values must be equal.
         if result in relations.held or len(recorded) < len(runs) or len({gradient for _, gradient in recorded}) > 1:
             continue
         if len({values for values, _ in recorded}) > 1:
@@ -153,12 +137,10 @@ def _take_starts(relations: Relations, runs: Sequence[ObservedRun]) -> None:
 
 
 def _is_comparable(expected: Expected, runs: Sequence[ObservedRun], name: Result) -> bool:
-    """Return whether a result of one device has a counterpart on ranks, and the other way round.
-
-    A tensor outside of the model is known by its place in an optimizer only. That place means the same on one device
-    if the step itself runs there, or if the reference has as many optimizers. A replica, and a tensor of an optimizer
-    that was made for a later step, belong to one rank.
-    """
+    """Return whether a result of one device has a counterpart on ranks, and the other way round."""
+    # A tensor outside of the model is known by its place in an optimizer only. That place means the same on one device
+    # if the step itself runs there, or if the reference has as many optimizers. A replica, and a tensor of an optimizer
+    # that was made for a later step, belong to one rank.
     outside = [run.outside[name] for run in (expected.single, *runs) if name in run.outside]
     if not outside:
         return True
@@ -167,19 +149,19 @@ def _is_comparable(expected: Expected, runs: Sequence[ObservedRun], name: Result
     return not expected.by_reference or expected.single.optimizers == runs[0].optimizers
 
 
-def _local(expected: Expected, runs: Sequence[ObservedRun], name: Result) -> str:
-    """Return why ranks need not agree on a result of a tensor outside of the model; "" if they must."""
+def _local(expected: Expected, runs: Sequence[ObservedRun], name: Result) -> str | None:
+    """Return why ranks need not agree on a result of a tensor outside of the model; None if they must."""
     if not any(name in run.digests or name in run.values for run in runs):
         return f"only {'the reference' if expected.by_reference else 'one device'} has it"
     histories = {run.outside[name].history if name in run.outside else None for run in runs}
-    return "ranks train it with different gradients, and one device has no such tensor" if len(histories) > 1 else ""
+    return "ranks train it with different gradients, and one device has no such tensor" if len(histories) > 1 else None
 
 
-def _not_placed(expected: Expected, runs: Sequence[ObservedRun], name: Result) -> str:
-    """Return why the ranks' parts of a result cannot be assembled; "" if they can."""
+def _not_placed(expected: Expected, runs: Sequence[ObservedRun], name: Result) -> str | None:
+    """Return why the ranks' parts of a result cannot be assembled, if so."""
     expected_value = expected.single.values.get(name)
     if expected_value is None or name.kind not in _DIVIDED:
-        return ""
+        return None
     owner = name.parameter
     unused = name.of in expected.single.trained and all(name.of in run.unused for run in runs)
     differs = any(run.values[name].shape != expected_value.shape for run in runs if name in run.values)
@@ -189,19 +171,17 @@ def _not_placed(expected: Expected, runs: Sequence[ObservedRun], name: Result) -
         return str(reason)
     if (lost or unused) and any(run.unplaced for run in runs):
         return "no tensor of a rank is known to hold it"
-    return "" if not differs or name.kind != "optimizer" else "it is divided in a way that is not known"
+    return None if not differs or name.kind != "optimizer" else "it is divided in a way that is not known"
 
 
 def _left_out(expected: Expected, first_run: ObservedRun) -> dict[str, str]:
-    """Return the kinds that are not compared with one device, with the reasons."""
     out: dict[str, str] = {}
     returned = _account(first_run)
     if returned:
         reason = "what the step returns stands for them"
         out["grads"] = f"gradients; {reason}"
         gradients = [first_run.values.get(Result("grads", name)) for name in returned]
-        parameters = [first_run.values.get(Result("params", name)) for name in returned]
-        of_parameters = _tells(returned, parameters)
+        of_parameters = _tells(returned, [first_run.values.get(Result("params", name)) for name in returned])
         # Returned gradients do not replace parameters. If neither matches the model, its own state is not comparable.
         if of_parameters or (not _tells(returned, gradients) and "params" in first_run.touched):
             out["params"] = f"parameters; {reason}"
@@ -219,17 +199,13 @@ def _left_out(expected: Expected, first_run: ObservedRun) -> dict[str, str]:
 
 def _returns_gradients(reference: ObservedRun) -> bool:
     """Return whether the reference returns a tensor that equals a gradient of its model bit for bit."""
-    several = grouped((name.kind, value) for name, value in reference.values.items() if value.numel() > 1)
-    by_kind = dict(several)
+    by_kind = dict(grouped((name.kind, value) for name, value in reference.values.items() if value.numel() > 1))
     pairs = itertools.product(by_kind.get("returned", ()), by_kind.get("grads", ()))
-    return "grads" in reference.touched and any(one.shape == other.shape and one.equal(other) for one, other in pairs)
+    return "grads" in reference.touched and any(own.shape == grad.shape and own.equal(grad) for own, grad in pairs)
 
 
 def _account(run: ObservedRun) -> dict[str, torch.Tensor]:
-    """Return the gradients or parameters that the step returns, by parameter; empty if it returns neither.
-
-    The step returns tensors under the names of parameters, or one flat tensor of all parameters in order.
-    """
+    """Return the gradients or parameters that the step returns by their names, or as one flat tensor in order."""
     parameters = {name.of: value for name, value in run.values.items() if name.kind == "params"}
     # Later entries overwrite earlier ones, so the last step counts.
     returned = {name.of: value for name, value in run.values.items() if name.kind == "returned"}
@@ -302,9 +278,8 @@ def _parity(
     if not mismatches:
         return True
     relations.wrong[name] = sorted(mismatches)
-    lowest_rank = next(iter(mismatches))
     ranks = "" if len(mismatches) == len(runs) else f", {named(mismatches)}"
-    relations.details[name] = mismatches[lowest_rank] + ranks
+    relations.details[name] = next(iter(mismatches.values())) + ranks
     return False
 
 
@@ -316,7 +291,9 @@ def _agreement(
     if len({run.digests.get(name) for run in runs}) == 1:
         return True
     if name in runs[0].broadcast:
-        return None  # the next forward pass broadcasts rank 0's buffers, so only they count
+        # DistributedDataParallel broadcasts rank 0's buffers before the next forward pass, so only they count
+        # (torch/nn/parallel/distributed.py, _check_and_sync_module_buffers, torch 2.13).
+        return None
     values = [run.values.get(name) for run in runs]
     if all(close(value, values[0], allowed) for value in values):
         if name.kind not in ("params", "optimizer") or not _has_equal_gradients(runs, name):

@@ -40,10 +40,7 @@ def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
 
 
 def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> UnfinishedCall:
-    """Return the evidence on a call that did not return on all ranks.
-
-    `account`: how each rank ended; None if only the error is known.
-    """
+    """Return the evidence on a call that did not return on all ranks; only its error is known without an account."""
     calls = UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines), hung=lines[0] if hung else "")
     if account is None:
         return calls
@@ -51,9 +48,9 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
     raised += [(line, line) for end in account.raised.values() for line in end.failure.text.splitlines()]
     return dataclasses.replace(
         calls,
-        unmatched=account.unmatched,
+        unmatched=account.unmatched or "",
         parted=account.parted,
-        parting=different_collectives(account.parted, account.who),
+        parting=different_collectives(account.parted, account.who) or "",
         last=account.last,
         messages={
             rank: call
@@ -81,7 +78,7 @@ def _held(tensors: Tensors) -> list[dict[str, float]]:
         for name, value in run.values.items()
         if name.kind == "params" and name.of in run.initial and run.initial[name.of].shape != value.shape
     }
-    return [{name: value for name, value in first.items() if name not in replaced} for first in firsts]
+    return [{name: value for name, value in own.items() if name not in replaced} for own in firsts]
 
 
 def _parted(tensors: Tensors) -> str:
@@ -115,19 +112,17 @@ def unlike(by_rank: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
-    """Return the parameters that differ in a model that the step built itself, and where the model is first called.
-
-    Only parameters that every rank holds whole must agree: a part, or another pipeline stage, may differ.
-    """
+    """Return the parameters that differ in a model that the step built itself, and where the model is first called."""
     seeded = {tuple(event.details["seed"] for event in trace.of("seed", "generator")) for trace in tensors.traces}
     copies = any(name.kind == "params" and name in tensors.relations.held for name in tensors.relations.split)
     if tensors.alone is None or len(tensors.traces) < 2 or not (len(seeded) > 1 or copies):
         return [], ""
     for alone, *same in zip(*map(_first_calls, (tensors.alone, *tensors.traces)), strict=False):
         parameters_by_rank = [event.details["parameters"] for event in same]
-        known = alone.details["parameters"] in parameters_by_rank
-        if not known or len({(event.name, event.site) for event in same}) > 1:
+        matches_one_rank = alone.details["parameters"] in parameters_by_rank
+        if not matches_one_rank or len({(event.name, event.site) for event in same}) > 1:
             break
+        # Only parameters that every rank holds whole must agree: a part, or another pipeline stage, may differ.
         if different := [name for name in unlike(parameters_by_rank) if tensors.is_whole(name)]:
             return different, f"when {same[0].name} is first called ({same[0].site})"
     return [], ""
@@ -149,7 +144,7 @@ def _loads(tensors: Tensors) -> ByRank:
     odd = next(line for line in everywhere if len({of_rank.count(line) for of_rank in lines}) > 1)
     counts = [lines_of_rank.count(odd) for lines_of_rank in lines]
     groups = grouped((count, rank) for rank, count in enumerate(counts))
-    summary = ", ".join(f"{count} time{'s' * (count != 1)} on {named(ranks)}" for count, ranks in groups)
+    summary = ", ".join(f"{count} time{'' if count == 1 else 's'} on {named(ranks)}" for count, ranks in groups)
     return ByRank(counts, f"{odd} ran {summary}")
 
 
@@ -181,8 +176,8 @@ def _rates(tensors: Tensors) -> ByRank:
     rates = [[event.details["rates"] for event in trace.of("step")] for trace in tensors.traces]
     of_its_own = any(run.own for run in tensors.seen) or len({run.groups for run in tensors.seen}) > 1
     settings = grouped((name, own.get("lr")) for run in tensors.seen for name, own in run.settings.items())
-    apart = any(len(set(of_ranks)) > 1 for _, of_ranks in settings)
-    if (of_its_own and not apart) or len(set(map(len, rates))) > 1:
+    differ = any(len(set(of_ranks)) > 1 for _, of_ranks in settings)
+    if (of_its_own and not differ) or len(set(map(len, rates))) > 1:
         return ByRank()  # each rank steps parameters of its own, in groups of its own, or another number of times
     metrics = {rank: event.details["metric"] for rank, event in tensors.events("schedule") if "metric" in event.details}
     schedule, by = tensors.first("schedule"), ""
@@ -223,12 +218,10 @@ def _factor(tensors: Tensors) -> Factor | None:
 
 
 def _is_refuted_elsewhere(tensors: Tensors, ratio: float) -> bool:
-    """Return whether another world size shows that a factor is not the world size, though the two may be equal here.
-
-    The factor is the same there, or none fits the results that differ here. If some ranks have no sample there, they
-    add nothing, so the world size may still be the cause; so it may with parts of unlike size, and in later steps. A
-    factor that is the same there may be the size of a group that ranks have made.
-    """
+    """Return whether another world size shows that a factor is not the world size, though the two may be equal here."""
+    # The factor is the same there, or none fits the results that differ here. If some ranks have no sample there, they
+    # add nothing, so the world size may still be the cause; so it may with parts of unlike size, and in later steps. A
+    # factor that is the same there may be the size of a group that ranks have made.
     elsewhere, ratio_elsewhere = tensors.elsewhere, tensors.factor_elsewhere()
     if elsewhere is None or 0 < elsewhere.samples < elsewhere.size:
         return False
@@ -241,8 +234,7 @@ def _is_refuted_elsewhere(tensors: Tensors, ratio: float) -> bool:
 
 
 def _micro_batches(tensors: Tensors) -> float:
-    passes = max((len(trace.of("backward")) for trace in tensors.traces), default=0)
-    return passes / max(1, tensors.steps)
+    return max((len(trace.of("backward")) for trace in tensors.traces), default=0) / max(1, tensors.steps)
 
 
 def _normalizes(tensors: Tensors) -> str:
@@ -285,6 +277,7 @@ def _may_draw(tensors: Tensors) -> str:
 
 def _drawn(trace: RankTrace) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of random numbers, without the seed that a DataLoader draws for its workers."""
+    # Each iterator draws one, a scalar (torch/utils/data/dataloader.py, _BaseDataLoaderIter._base_seed, torch 2.13).
     shapes = list(trace.drawn)
     for _ in trace.of("loader"):
         if () in shapes:

@@ -38,7 +38,10 @@ class FirstWrong:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A step that does not scale, in its smallest case."""
+    """A step that does not scale, in its smallest case.
+
+    `failure_of` and `no_return_of` make it, a gate may replace its verdict, and `report_of` turns it into the report.
+    """
 
     name: str
     case: Mapping[str, object]  # the smallest case, as name -> value
@@ -96,24 +99,21 @@ def report_of(failure: Failure) -> Report:
 
 
 def _of_no_return(failure: NoReturn) -> Report:
-    account, place = failure.account, ""
+    account, site = failure.account, ""
     if account is not None:
         # The first call that differs between ranks, or the last call of the first rank.
         entered = next(iter((account.parted or account.last).values()), None)
-        place = entered.site if entered is not None and entered.file else ""
+        site = entered.site if entered is not None and entered.file else ""
     headline, *rest = failure.lines
-    ends = []
-    if failure.hung:
-        ends = ["terminates: NO"]
-    elif account is None or not account.instead:
-        though = "" if failure.against == failure.name else f", though it does on {failure.against}"
-        ends = [f"terminates: NO{though}"]
+    ends = ["terminates: NO"] if failure.hung or account is None or not account.instead else []
+    if ends and not failure.hung and failure.against != failure.name:
+        ends = [f"terminates: NO, though it does on {failure.against}"]
     return Report(
         f"{failure.heading}: {headline}",
         failure.case,
         findings=failure.findings,
         remarks=[*ends, *rest, *failure.incomplete],
-        place=place or failure.defined,
+        place=site or failure.defined,
     )
 
 
@@ -152,8 +152,8 @@ def _what_differs(failure: Mismatch) -> str:
     parted = sum(verdicts[name].get(PARITY) is False for name in broken)
     if parted:
         unit = "device" if failure.single_process else "rank"
-        on = f"{failure.size} {unit}{'s' * (failure.size > 1)}"
-        summary = f"{parted} of {len(verdicts)} results on {on} differ from {failure.against}"
+        devices = f"{failure.size} {unit}{'' if failure.size == 1 else 's'}"
+        summary = f"{parted} of {len(verdicts)} results on {devices} differ from {failure.against}"
     else:
         summary = f"{len(broken)} of {len(verdicts)} results differ between ranks, or from run to run"
     return summary + _where_first(failure, broken)
@@ -183,8 +183,8 @@ def _known(failure: Mismatch) -> Iterator[str]:
     if failure.module is not None:
         module = failure.module
         before = "" if module.what == "output" else "outputs of modules are right; "
-        where = f"is {module.name}, on {named(module.ranks)}"
-        yield f"{before}the first module whose {module.what} is not that of {failure.against} {where}"
+        subject = f"{module.name}, on {named(module.ranks)}"
+        yield f"{before}the first module whose {module.what} is not that of {failure.against} is {subject}"
     if failure.factor is not None:
         verb = "is" if len(failure.factor_of) == 1 else "are"
         yield f"{few(failure.factor_of)} {verb} {failure.factor:.6g} times what {failure.against} gives"
@@ -204,11 +204,10 @@ def _remarks(failure: Mismatch) -> Iterator[str]:
     if failure.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
     yield from sorted({f"not compared: {reason}" for reason in relations.left_out.values()})
-    skipped = ((name, why) for name, why in relations.skipped.items() if name.kind not in relations.left_out)
-    by_reason = grouped((reason, name) for name, reason in skipped)
-    yield from (f"not compared: {few(result_names)}: {reason}" for reason, result_names in by_reason)
-    local = grouped((reason, name) for name, reason in relations.local.items())
-    yield from (f"local: {few(result_names)}: {reason}" for reason, result_names in local)
+    skipped = {name: reason for name, reason in relations.skipped.items() if name.kind not in relations.left_out}
+    for label, reasons in (("not compared", skipped), ("local", relations.local)):
+        by_reason = grouped((reason, name) for name, reason in reasons.items())
+        yield from (f"{label}: {few(result_names)}: {reason}" for reason, result_names in by_reason)
     yield from (f"{name} is divided: {placement}" for name, placement in relations.placements.items())
     if len(relations.streams) > 1:
         groups = "; ".join(named(ranks) for ranks in relations.streams)

@@ -15,20 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from mgpu_check.diagnosis import observations
 from mgpu_check.diagnosis.divergence import first_parting, first_wrong_module
 from mgpu_check.diagnosis.evidence import UnfinishedCall
-from mgpu_check.diagnosis.observations import (
-    FINITE,
-    REPEATS,
-    CallEvent,
-    Change,
-    Expected,
-    Hypotheses,
-    ObservedRun,
-    RankTrace,
-    Relations,
-    Result,
-)
+from mgpu_check.diagnosis.observations import CallEvent, Change, Expected, ObservedRun, RankTrace, Relations, Result
 from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules.order import findings_of, findings_of_calls
 from mgpu_check.diagnosis.tensors import Tensors
@@ -36,7 +26,7 @@ from mgpu_check.engine.failures import account_of
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.comparison.relations import RANDOM, allowed_for, close, ranks_changed, repeats
 from mgpu_check.gates.explanation.evidence import calls_of, evidence_of, unlike
-from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn
+from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn, late_hang
 from mgpu_check.gates.gate_arguments import definition_of, wants_world_size
 from mgpu_check.gates.run.hypotheses import left_on_cpu, run_hypotheses
 from mgpu_check.gates.run.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
@@ -78,17 +68,15 @@ def _tried(trials: Trials, failed: Trial, mesh: Mesh) -> Trial | bool | None:
     return True if trials.completed[scenario.place] else None
 
 
-_Group = tuple[int, tuple[tuple[int, ...], ...]]
-"""Index among the groups of a rank, and the ranks of each group with this index."""
+_Group = tuple[int, tuple[tuple[int, ...], ...]]  # index among a rank's groups, and the ranks of each with that index
+_Line = tuple[tuple[str, str], list[CallEvent]]  # name and line of a collective, and its calls on all ranks
 
 _MOST_LINES = 12
 _MOST_RUNS = 40
 _MOST_TERMS = 4
 _EXTREMES = ("max", "min")
 _SECONDS = (5.0, 20.0)  # shortest and longest timeout of a changed step, in seconds: the change may make it hang
-_TIMES = 20.0
-"""Timeout as a multiple of the latest unchanged run, so that a right change is not taken for a hang on a busy
-machine."""
+_TIMES = 20.0  # timeout in latest unchanged runs: on a busy machine a right change must not be taken for a hang
 
 
 def changes_tried(
@@ -111,7 +99,6 @@ def changes_tried(
 
 
 def _patiently(trials: Trials, by: Callable[..., Any], scenario: Scenario, *how: Change) -> list[Any]:
-    """Run on ranks, with a timeout that fits a changed step."""
     least, most = _SECONDS
     timeout = min(most, max(least, _TIMES * trials.latest))
     return trials.ranks.run(by, trials.program, scenario, *how, size=scenario.world_size, timeout=timeout)
@@ -140,9 +127,6 @@ def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Resu
 def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
     """Yield the changes to try, the likeliest first.
 
-    They are: waits, other groups, combined gradients, positions, orders, factors, terms of the loss, groups of one
-    rank, other operations, calls left out.
-
     If all ranks give the same number, a group of one rank or the operation MAX has the effect of a division, so factors
     come first. A factor of a collective also corrects returned values, so it comes before a factor of a term.
     """
@@ -155,7 +139,7 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
     yield from _shifts(trials, scenario)
     yield from _orders(lines)
     for (name, line), events in lines:
-        op, size = _op(events), _size(events)
+        op, size = _op_and_size(events)
         if "avg" in op:
             yield Change("op", name, line, "sum", size=size)
         # Only a collective that sums or averages can give a multiple of the right values.
@@ -166,7 +150,7 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
         yield from _terms(trials, scenario, traces)
     yield from _in_groups(lines, [group for group in groups if len(group[1][0]) == 1])
     for (name, line), events in lines:
-        op, size = _op(events), _size(events)
+        op, size = _op_and_size(events)
         if _kind(name) != "reduction":
             continue
         yield from (Change("op", name, line, operation, size=size) for operation in ("max", "sum") if operation != op)
@@ -176,34 +160,31 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
             yield Change("new", name, line, calls, size=size)
 
 
-def _waits(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], relations: Relations) -> Iterator[Change]:
-    """Yield waits right after asynchronous collectives: of the lines without a wait, of each line, of all lines.
+def _op_and_size(events: Sequence[CallEvent]) -> tuple[str, int]:
+    size = max((len(event.details.get("group", ())) for event in events), default=0)
+    return str(events[0].details.get("op", "sum")).lower(), size
 
-    A line with a wait matters only if a result is not finite, or changes. A send may not end before its receive, so
-    messages are left alone.
-    """
+
+def _waits(lines: Sequence[_Line], relations: Relations) -> Iterator[Change]:
+    """Yield waits right after asynchronous collectives: of the lines without a wait, of each line, of all lines."""
+    # A line with a wait matters only if a result is not finite, or changes. A send may not end before its receive, so
+    # messages are left alone.
     started = [
         (line, all(event.details.get("waited") for event in events))
         for line, events in lines
         if _kind(line[0]) != "message" and any(event.details.get("asynchronous") for event in events)
     ]
     several = (verdicts for name, verdicts in relations.held.items() if name != RANDOM)
-    unsteady = any(False in (verdicts.get(FINITE), verdicts.get(REPEATS)) for verdicts in several)
+    unsteady = any(
+        False in (verdicts.get(observations.FINITE), verdicts.get(observations.REPEATS)) for verdicts in several
+    )
     each = [*((line,) for line, _ in started), tuple(line for line, _ in started)] if unsteady else []
     for chosen in dict.fromkeys((tuple(line for line, waited in started if not waited), *each)):
         if chosen:
             yield Change("wait", *chosen[0], chosen)
 
 
-def _op(events: Sequence[CallEvent]) -> str:
-    return str(events[0].details.get("op", "sum")).lower()
-
-
-def _size(events: Sequence[CallEvent]) -> int:
-    return max((len(event.details.get("group", ())) for event in events), default=0)
-
-
-def _in_groups(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], groups: Sequence[_Group]) -> Iterator[Change]:
+def _in_groups(lines: Sequence[_Line], groups: Sequence[_Group]) -> Iterator[Change]:
     for (name, line), events in lines:
         was = tuple(dict.fromkeys(event.details.get("group", ()) for event in events))
         for index, now in groups:
@@ -214,10 +195,7 @@ def _in_groups(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], groups:
 def _combined(
     groups: Sequence[_Group], traces: Sequence[RankTrace], relations: Relations, steps: int
 ) -> Iterator[Change]:
-    """Yield gradients that differ between ranks, combined over each group after backward.
-
-    All ranks must call backward equally often, so that no rank waits for the others.
-    """
+    """Yield gradients combined over each group after backward, if all ranks call backward equally often."""
     parameter_names = tuple(name.of for name in relations.split if name.kind == "grads") or _stepped_alone(traces)
     passes = [trace.of("backward") for trace in traces]
     if not parameter_names or not passes or not passes[0] or len({len(events) for events in passes}) > 1:
@@ -229,10 +207,7 @@ def _combined(
 
 
 def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
-    """Return the parameters that the first optimizer step of each rank takes with gradients of its own.
-
-    These gradients differ between ranks, and no collective runs between the last backward pass and the step.
-    """
+    """Return the parameters whose gradients differ between ranks, if no collective precedes the first step."""
     gradients_by_rank: list[Mapping[str, Mapping[str, float]]] = []
     for trace in traces:
         before = list(itertools.takewhile(lambda event: event.kind != "step", trace.events))
@@ -247,7 +222,7 @@ def _kind(name: str) -> str:
     return COLLECTIVES[name].kind if name in COLLECTIVES else ""
 
 
-def _lines(traces: Sequence[RankTrace]) -> list[tuple[tuple[str, str], list[CallEvent]]]:
+def _lines(traces: Sequence[RankTrace]) -> list[_Line]:
     """Return the lines that call collectives, equally often on each rank: a change there leaves no rank waiting."""
     counts = [Counter((event.name, event.site) for event in trace.of("collective") if event.site) for trace in traces]
     common = [line for line in counts[0] if len({count[line] for count in counts}) == 1] if counts else []
@@ -258,24 +233,20 @@ def _lines(traces: Sequence[RankTrace]) -> list[tuple[tuple[str, str], list[Call
 
 
 def _groups(traces: Sequence[RankTrace], size: int) -> list[_Group]:
-    """Return the groups that exist: the index among the groups of a rank, and the ranks of each group with this index.
-
-    Index 0 is the world. An index counts if every rank has a group with it.
-    """
-    shared_groups: list[_Group] = [(0, (tuple(range(size)),))]
+    shared_groups: list[_Group] = [(0, (tuple(range(size)),))]  # index 0 is the world
     several = [trace.groups for trace in traces]
     for index in range(1, min(map(len, several), default=0)):
         now = tuple(dict.fromkeys(groups[index] for groups in several))
-        if sum(map(len, now)) == size:
+        if sum(map(len, now)) == size:  # every rank has a group with this index
             shared_groups.append((index, now))
     return shared_groups
 
 
-def _orders(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]]) -> Iterator[Change]:
+def _orders(lines: Sequence[_Line]) -> Iterator[Change]:
     """Yield other orders of gathered rows: by pieces of each rank's rows instead of by rank."""
     for (name, line), events in lines:
         shapes = {tensor["shape"] for event in events for tensor in event.details.get("tensors", ())[-1:]}
-        size = _size(events)
+        _, size = _op_and_size(events)
         if "gather" not in name or "scatter" in name or size < 2 or len(shapes) != 1:
             continue
         rows = next(iter(shapes))[:1]
@@ -326,34 +297,23 @@ _FURTHER = 2
 _LARGE = 1_000_000
 _FEW = 16  # fewer wrong values than this may fit an explanation by chance
 _REDRAWN = (1, 2, 3)  # draws to discard in further runs: a decision may come out alike with other numbers
-_ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)
-"""Efforts that show whether a scaled-down batch is right: every effort rejects a wrong result."""
+_ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)  # enough for a scaled-down batch: every effort rejects a wrong result
 _ENDS = (CheckFailure, RankHang)  # errors that end a run without evidence
 _T = TypeVar("_T")
 
 
 def _tensors(
-    case: Scenario,
-    expected: Expected,
-    relations: Relations,
-    runs: Sequence[ObservedRun],
-    traces: Sequence[RankTrace] = (),
-    hypotheses: Hypotheses | None = None,
-    **further: Any,
+    case: Scenario, expected: Expected, relations: Relations, runs: Sequence[ObservedRun], **further: Any
 ) -> Tensors:
-    none = Hypotheses([], [])
-    sizes = case.world_size, case.samples, case.steps
-    return Tensors(*sizes, expected, relations, runs, traces, hypotheses or none, **further)
+    options: dict[str, Any] = {"traces": (), "hypotheses": observations.Hypotheses([], []), **further}
+    return Tensors(case.world_size, case.samples, case.steps, expected, relations, runs, **options)
 
 
 class SecondLook:
     """The further runs of a case that failed.
 
-    Args:
-        sizes: world sizes of the gate.
-
-    Attributes:
-        repeated: whether a second run completed.
+    `failure_of` makes one for each failed trial, with the world sizes of the gate, calls `taken` once, and drops it.
+    Each run that fails is left out. `repeated` is False if the second run was.
     """
 
     def __init__(self, trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> None:
@@ -382,8 +342,8 @@ class SecondLook:
             self._expected,
             self._relations,
             self._seen,
-            self._traces,
-            hypotheses,
+            traces=self._traces,
+            hypotheses=hypotheses or observations.Hypotheses([], []),
             wrong_alone=attempts.of("the step at world size 1", False, self._is_wrong_alone),
             right_when_small=attempts.of("the run with a small batch", None, self._when_small),
             further=further,
@@ -414,7 +374,6 @@ class SecondLook:
 
     @staticmethod
     def _unless_it_ends(run: Callable[..., _T], *args: Any, **how: Any) -> _T | None:
-        """Return what a run gives, or None if it ends without evidence."""
         try:
             return run(*args, **how)
         except _ENDS:
@@ -426,19 +385,17 @@ class SecondLook:
             return False
         return not self._trials.compared(self._expected, [own]).holds
 
-    def _hypotheses(self, scenario: Scenario, windows: int) -> Hypotheses | None:
+    def _hypotheses(self, scenario: Scenario, windows: int) -> observations.Hypotheses | None:
         trials = self._trials
         if not trials.one_device:
             return None  # the step may not run on one device
-        found = self._unless_it_ends(trials.ranks.run, run_hypotheses, trials.program, scenario, windows, size=1)
-        return None if found is None else found[0]
+        results = self._unless_it_ends(trials.ranks.run, run_hypotheses, trials.program, scenario, windows, size=1)
+        return None if results is None else results[0]
 
     def _with_other_seeds(self, windows: int) -> list[Tensors]:
-        """Return the evidence of the same case with other seeds; a mistake must explain these results, too.
-
-        A metric has few values, so any explanation may fit them by chance, and other seeds may leave the batch as is.
-        Then there are cases with more samples, too; their number leaves the parts as uneven as before.
-        """
+        """Return the evidence of the same case with other seeds; a mistake must explain these results, too."""
+        # A metric has few values, so any explanation may fit them by chance, and other seeds may leave the batch as is.
+        # Then there are cases with more samples, too; their number leaves the parts as uneven as before.
         case = self._scenario
         evidence: list[Tensors] = []
         if case.batches:
@@ -494,22 +451,18 @@ class SecondLook:
             runs = self._unless_it_ends(trials.run_on_ranks, trials.program, case, times, by=run_redrawn)
             if runs is None:
                 break
-            redrawn_runs = trials.assembled(case, runs)
-            compared = (self._expected, self._seen, redrawn_runs)
+            compared = (self._expected, self._seen, trials.assembled(case, runs))
             changed |= {name for name in self._relations.held if ranks_changed(*compared, name, trials.tolerance)}
         return frozenset(changed)
 
     def _at_another_size(self) -> Tensors | None:
-        """Return the case at the smallest other world size, and note for each result whether it is the same there.
-
-        If some ranks have no sample there, the returned case has more samples.
-        """
+        """Return the case at the smallest other world size, and note for each result whether it is the same there."""
         case = self._scenario
         other_size = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
         if other_size is None:
             return None
-        other = replace(case, world_size=other_size)
-        other_runs = self._unless_it_ends(self._trials.on_ranks, other, all_values=True)
+        resized = replace(case, world_size=other_size)
+        other_runs = self._unless_it_ends(self._trials.on_ranks, resized, all_values=True)
         if other_runs is None:
             return None
         low, high = sorted((other_size, case.world_size))
@@ -517,11 +470,11 @@ class SecondLook:
             if name == RANDOM or name not in self._expected.single.values:
                 continue
             allowed = 2 * allowed_for(self._expected, name, self._trials.tolerance)
-            got, here = other_runs[0].values.get(name), self._seen[0].values.get(name)
-            verdicts[f"same at {low} and {high}"] = close(got, here, allowed)
-        few = 0 < case.samples < other_size and not case.batches
-        evidence = self._further(replace(other, samples=case.samples * other_size), 1) if few else None
-        return evidence or _tensors(other, self._expected, self._relations, other_runs[:1])
+            got, own = (runs[0].values.get(name) for runs in (other_runs, self._seen))
+            verdicts[f"same at {low} and {high}"] = close(got, own, allowed)
+        few = 0 < case.samples < other_size and not case.batches  # some ranks have no sample: take a case with more
+        evidence = self._further(replace(resized, samples=case.samples * other_size), 1) if few else None
+        return evidence or _tensors(resized, self._expected, self._relations, other_runs[:1])
 
     def _in_other_order(self) -> None:
         """Note for each result whether permuted samples change it, if they do not change it on one device."""
@@ -538,8 +491,8 @@ class SecondLook:
             return
         for name, verdicts in self._relations.held.items():
             if (allowed := self._as_permuted(name, expected, expected_permuted)) is not None:
-                got, here = permuted_runs[0].values.get(name), self._seen[0].values.get(name)
-                verdicts["any order"] = close(got, here, 2 * allowed)
+                got, own = (runs[0].values.get(name) for runs in (permuted_runs, self._seen))
+                verdicts["any order"] = close(got, own, 2 * allowed)
 
     def _as_permuted(self, name: Result, expected: Expected, permuted: Expected) -> torch.Tensor | float | None:
         """Return the tolerance of a result in another order; None if one device is not independent of the order."""
@@ -555,12 +508,9 @@ _LIKELY = 2  # most causes that a report names
 
 
 def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes | None = None) -> Failure:
-    """Diagnose a failed trial; this runs the step a few more times.
+    """Diagnose a failed trial; this runs the step a few more times. `axes`: those of the mesh that the failure needs.
 
     If a part of the diagnosis raises an error, the part is left out and the error is kept in `incomplete`.
-
-    Args:
-        axes: the axes of the mesh that the failure needs.
     """
     if failed.relations is None:
         assert failed.error is not None
@@ -570,11 +520,10 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         return replace(lost, against=trials.against, lines=[*filter(None, [unmoved]), *lost.lines])
     attempts = Attempts()
     look = SecondLook(trials, failed, sizes, attempts)
-    seen = _tensors(failed.scenario, failed.expected, failed.relations, failed.runs)
-    tensors = attempts.of("the second look at the case", seen, look.taken)
+    first_look = _tensors(failed.scenario, failed.expected, failed.relations, failed.runs)
+    tensors = attempts.of("the second look at the case", first_look, look.taken)
     findings = findings_of(evidence_of(tensors, attempts), _LIKELY, attempts)
     mistakes = [finding.mistake for finding in findings[:1]]
-    first_wrong = attempts.of("the first wrong step", None, _first_wrong, tensors)
     return Mismatch(
         name=trials.name,
         case=failed.scenario.described,
@@ -584,7 +533,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         relations=tensors.relations,
         expected=tensors.expected,
         axes=axes,
-        first_wrong=first_wrong,
+        first_wrong=attempts.of("the first wrong step", None, _first_wrong, tensors),
         parting=attempts.of("the line where ranks part", None, first_parting, tensors, mistakes),
         module=attempts.of("the first wrong module", None, first_wrong_module, tensors),
         factor=attempts.of("the factor", None, tensors.factor),
@@ -597,6 +546,12 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         defined=definition_of(trials.program.step),
         against=trials.against,
     )
+
+
+def hang_of(trials: Trials, hang: RankHang, verdict: str = "") -> RankHang:
+    """Return the error of a hang in the current trial, with its diagnosis."""
+    lost = no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step))
+    return late_hang(replace(lost, verdict=verdict), hang)
 
 
 def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang, defined: str = "") -> NoReturn:

@@ -102,7 +102,10 @@ def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
 
 
 class Rows:
-    """The samples of the global batches, recognized by their values in the inputs of models."""
+    """The samples of the global batches, recognized by their values in the inputs of models.
+
+    A traced run makes one from its batches; the recorder of its calls asks it for the samples of each call of a model.
+    """
 
     def __init__(self, batches: Sequence[Any]) -> None:
         of_leaves: dict[int, list[tuple[str, tuple[int, int]]]] = {}
@@ -140,32 +143,34 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None:
-    """Return the tensor with the autograd history of an operand; None without a history.
-
-    That tensor is the operand itself, or a tensor of the code under test that the operand was detached from.
-    """
+    """Return the tensor with an operand's history: itself, or one of the code under test that it was detached from."""
     if value.dim() < 1 or not value.numel() or not (value.is_floating_point() or value.is_complex()):
         return None
     if value.requires_grad:
         return value if value.grad_fn is not None else None
     for caller in itertools.islice(filter(is_under_test, _callers(frame)), _FRAMES):
-        for tensor in (held for held in caller.f_locals.values() if isinstance(held, torch.Tensor)):
-            alike = tensor.grad_fn is not None and tensor.shape == value.shape
-            if alike and tensor.data_ptr() == value.data_ptr():
+        for tensor in (local for local in caller.f_locals.values() if isinstance(local, torch.Tensor)):
+            same_elements = tensor.shape == value.shape and tensor.data_ptr() == value.data_ptr()
+            if tensor.grad_fn is not None and same_elements:
                 return tensor
     return None
 
 
 def upstream(start: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
     """Return the names of the parameters that a node of autograd's graph depends on."""
-    nodes, visited, leaves = [start], {start}, set()
+    leaves = {id(getattr(node, "variable", None)) for node in _nodes_from([start])}
+    return tuple(name for name, parameter in named if id(parameter) in leaves)
+
+
+def _nodes_from(starts: Iterable[Any]) -> Iterator[Any]:
+    nodes = list(starts)
+    visited = set(nodes)
     while nodes:
         node = nodes.pop()
-        leaves.add(id(getattr(node, "variable", None)))
+        yield node
         below = {function for function, _ in node.next_functions if function is not None} - visited
         visited |= below
         nodes += below
-    return tuple(name for name, parameter in named if id(parameter) in leaves)
 
 
 def in_function(frame: types.FrameType) -> bool:
@@ -224,10 +229,9 @@ def noting_seeds(events: list[CallEvent]) -> Iterator[None]:
 
 def generator_seeded(frame: types.FrameType, called: Any) -> CallEvent | None:
     """Return the event of a call of `manual_seed` on the code's own generator."""
-    if getattr(called, "__name__", "") != "manual_seed" or not is_under_test(frame):
-        return None
-    generator = called.__self__
-    if not isinstance(generator, torch.Generator):
+    generator: Any = getattr(called, "__self__", None)
+    is_seed = getattr(called, "__name__", "") == "manual_seed" and isinstance(generator, torch.Generator)
+    if not is_seed or not is_under_test(frame):
         return None
     return CallEvent("generator", "Generator.manual_seed", line_of(frame), {"seed": int(generator.initial_seed())})
 
@@ -239,21 +243,23 @@ _LOSSES = {_aten.nll_loss_forward, _aten.nll_loss2d_forward}
 
 
 class NotingLabels(TorchDispatchMode):
-    """Records the labels of each loss, and the line of the code under test that computes it."""
+    """Records the labels of each loss, and the line of the code under test that computes it.
+
+    A traced run enters it around its steps. It appends to the list that it was made with, which outlives it.
+    """
 
     def __init__(self, labels: list[Labels]) -> None:
         super().__init__()
-        self._found = labels
+        self._labels = labels
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         with contextlib.suppress(Exception):  # missing evidence must not fail the step
             labels = _labels(func.overloadpacket, args)
-            if labels is not None and len(self._found) < _MOST_CALLS and (line := site(sys._getframe())):
+            if labels is not None and len(self._labels) < _MOST_CALLS and (line := site(sys._getframe())):
+                # Argument 4 of both is `ignore_index` (`torch.ops.aten.nll_loss_forward.default._schema`, torch 2.13).
                 ignored = int(args[4]) if func.overloadpacket in _LOSSES and len(args) > 4 else None
-                self._found.append(Labels(line, tuple(plain(labels).flatten().tolist()), ignored))
+                self._labels.append(Labels(line, tuple(plain(labels).flatten().tolist()), ignored))
         return result
 
 
@@ -268,8 +274,7 @@ def _labels(packet: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     return labels if wanted else None
 
 
-_MOST_OUTPUTS = 1 << 16
-"""Most elements of a recorded output: comparing a larger one row by row would take longer than the step."""
+_MOST_OUTPUTS = 1 << 16  # elements of a recorded output: comparing a larger one by rows would take longer than the step
 
 
 @contextlib.contextmanager
@@ -305,8 +310,7 @@ def traced(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
-        line = site(sys._getframe())
-        trace.events.append(CallEvent("step", type(optimizer).__name__, line, {"rates": rates}))
+        trace.events.append(CallEvent("step", type(optimizer).__name__, site(sys._getframe()), {"rates": rates}))
 
     recorder = _EventRecorder(model, trace, rows)
     hook = register_optimizer_step_post_hook(stepped)
@@ -331,7 +335,11 @@ class _NestedCall(threading.local):
 
 
 class _EventRecorder:
-    """Profile function that records the events of one rank."""
+    """Profile function that records the events of one rank.
+
+    `traced` makes one and sets it in this thread. Python calls it at each call and return, also in threads that start
+    later and in those of autograd. Once `on` is False, it removes itself from a thread when called.
+    """
 
     def __init__(self, model: Any, trace: RankTrace, rows: Rows) -> None:
         self._trace, self._rows = trace, rows
@@ -400,20 +408,12 @@ class _EventRecorder:
             self._trace.events.append(CallEvent("model", type(module).__name__, site(frame), details))
 
     def _follow(self, roots: Sequence[Any]) -> list[RemovableHandle]:
-        """Watch the threads that run the backward pass from `roots`; autograd has a thread for each GPU.
-
-        Python did not start those threads, so only code that runs inside them can set a profile function.
-        """
+        """Watch the threads that run the backward pass from `roots`."""
+        # The engine starts a thread for each GPU in C++ (torch/csrc/autograd/engine.h, thread_init, torch 2.13), which
+        # `threading.setprofile` does not reach. Only code that runs inside such a thread can set its profile function.
         candidates = (getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots)
-        nodes = [node for node in candidates if node is not None]
-        visited, hooks = set(nodes), []
-        while nodes:
-            node = nodes.pop()
-            hooks.append(node.register_prehook(self._enter_thread))
-            below = {function for function, _ in node.next_functions if function is not None} - visited
-            visited |= below
-            nodes += below
-        return hooks
+        nodes = _nodes_from(node for node in candidates if node is not None)
+        return [node.register_prehook(self._enter_thread) for node in nodes]
 
     def _enter_thread(self, gradients: Any) -> None:
         if self.on and sys.getprofile() is not self:
@@ -467,14 +467,12 @@ class _EventRecorder:
         return details
 
     def _result_in(self, value: torch.Tensor) -> Result | None:
-        """Return the gradient or parameter that starts at the same memory as a tensor."""
         if not value.numel():
             return None
-        start = value.data_ptr()
         for name, parameter in self.parameters():
-            if parameter.data_ptr() == start:
+            if parameter.data_ptr() == value.data_ptr():
                 return Result("params", name)
-            if parameter.grad is not None and parameter.grad.data_ptr() == start:
+            if parameter.grad is not None and parameter.grad.data_ptr() == value.data_ptr():
                 return Result("grads", name)
         return None
 
@@ -507,8 +505,7 @@ def _note_results(event: CallEvent, tensors: Sequence[torch.Tensor]) -> None:
 def _backward_ends(recorder: _EventRecorder, result: Any) -> None:
     undivided = ((name, value.grad) for name, value in recorder.parameters() if not hasattr(value, "full_tensor"))
     dense = ((name, value) for name, value in undivided if value is not None and value.layout == torch.strided)
-    gradients = {name: contents(value) for name, value in dense}
-    recorder.last("backward").details["left"] = gradients
+    recorder.last("backward").details["left"] = {name: contents(value) for name, value in dense}
 
 
 def _clip_ends(recorder: _EventRecorder, result: Any) -> None:
@@ -517,14 +514,13 @@ def _clip_ends(recorder: _EventRecorder, result: Any) -> None:
 
 
 def _scale(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    scaler = local["self"]
+    scaler = local["self"]  # it makes `_scale` in its first call of `scale` (torch/amp/grad_scaler.py, torch 2.13)
     return {"scale": float(scaler._init_scale if scaler._scale is None else scaler._scale)}
 
 
 def _sampler(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    dataset = local["dataset"]
     return {
-        "samples": len(dataset),
+        "samples": len(local["dataset"]),
         "drop_last": bool(local["drop_last"]),
         "seed": int(local["seed"]),
         "replicas": local["num_replicas"] or dist.get_world_size(),

@@ -27,13 +27,14 @@ _FROM_NOTHING = (_FACTORIES - {_aten.randn_like, _aten.rand_like}) | _FILLING | 
 class DrawsOfFloat32(TorchDispatchMode):
     """Makes float64 code draw the random numbers that float32 code draws from the same seed, widened.
 
-    The dtype decides how many random bits an operator takes, and their order. This holds for normal numbers on a CPU
-    as for the dropout mask on a GPU.
+    A run in float64 enters one while it makes a step that is a class; measurements enter others around the steps.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    # The dtype decides how many random bits an operator takes, and their order. This holds for normal numbers on a CPU
+    # (pytorch/pytorch#79703; float64 takes `random64`: ATen/core/DistributionsHelper.h, torch 2.13) as for the dropout
+    # mask on a GPU.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
@@ -85,9 +86,7 @@ class _Redrawing(TorchDispatchMode):
         super().__init__()
         self._times = times
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for _ in range(self._times if draws(func, args, kwargs or {}) else 0):
             func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -103,7 +102,8 @@ def redrawing(times: int) -> Iterator[None]:
         for _ in range(times):  # Python's generators discard them after each seed
             generator.random()
 
-    # `random.seed` is a method of the module's own generator, which typeshed describes as a function.
+    # `random.seed` is a method bound to the module's own generator when it was imported (Lib/random.py, `seed =
+    # _inst.seed`, Python 3.11), so it has its own patch. Typeshed describes it as a function.
     of_module = functools.partial(reseeded, random.seed.__self__)  # type: ignore[attr-defined]
     with replaced(random.Random, "seed", reseeded), replaced(random, "seed", of_module), _Redrawing(times):
         yield
@@ -112,15 +112,14 @@ def redrawing(times: int) -> Iterator[None]:
 class Notes(TorchDispatchMode):
     """Notes the dtypes narrower than float32 that operators return, and the operators that draw at random.
 
+    A measurement or a trace makes one, enters it around a run, and reads the attributes afterwards.
+
     Attributes:
         seen: the dtypes.
         drawn: the shapes of the random draws, in order.
         drew: the operators that drew them.
         fused: whether one operator ran all steps of a recurrent network.
         numbers: the sum of each draw, if requested; None for a draw that depends on more than the generator.
-
-    Args:
-        numbers: keep the sums of the draws.
     """
 
     def __init__(self, *, numbers: bool = False) -> None:
@@ -132,9 +131,7 @@ class Notes(TorchDispatchMode):
         self.drew: list[str] = []
         self.fused = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.fused |= "_rnn" in func._schema.name
         if draws(func, args, kwargs or {}):

@@ -30,6 +30,8 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True)
 class Evaluated:
+    """The functions and numbers of `assert_evaluation_agrees`. The gate sends one to the ranks for each case."""
+
     step: Callable[..., Any]  # or a class, see `bound`
     build: Callable[[], Any]
     batch: Callable[[int], Any]
@@ -51,10 +53,10 @@ class Compared:
     rounding: bool  # whether rounding errors explain the difference
 
 
-def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank: Rank) -> str:
+def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank: Rank) -> str | None:
     """Train and evaluate on this rank, and save the values to compare in `directory`.
 
-    Returns why the user's functions cannot be used, or "" if they can.
+    Returns why the user's functions cannot be used, if so.
     """
     seed_everything(_SEED)
     model = program.build()
@@ -90,12 +92,11 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
         return "evaluate(model, batch) returned no tensor or float; return the output of the model"
     directory.mkdir(exist_ok=True)
     torch.save(saved, directory / f"{rank.index}.pt")
-    return ""
+    return None
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*named_parameters(model), *named_buffers(model)]
-    return {name: plain_copy(value) for name, value in named}
+    return {name: plain_copy(value) for name, value in (*named_parameters(model), *named_buffers(model))}
 
 
 def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:

@@ -36,17 +36,15 @@ _SENTENCES = {
 _OF_EVALUATION = "the batch of evaluate arrives on the CPU: move it to the device of the model"
 
 
-def left_on_cpu(program: Any, error: BaseException, run: Callable[[Any], object]) -> str:
-    """Return a sentence about what a failed step leaves on the CPU; "" if it also fails with that moved.
+def left_on_cpu(program: Any, error: BaseException, run: Callable[[Any], object]) -> str | None:
+    """Return a sentence about what a failed step leaves on the CPU; None if it also fails with that moved.
 
-    Args:
-        program: a dataclass with the step as a field.
-        error: the failure. Only code that raised may have missed a device; a hang would cost another time limit.
-        run: runs a program on ranks.
+    `program` is a dataclass with the step as a field, and `run` runs such a program on ranks.
     """
+    # Only code that raised may have missed a device; a hang would cost another time limit.
     account = getattr(error, "account", None)
     if not (isinstance(account, Account) and account.raised):
-        return ""
+        return None
 
     def fails(**changes: Any) -> bool:
         try:
@@ -66,10 +64,10 @@ def left_on_cpu(program: Any, error: BaseException, run: Callable[[Any], object]
         elif evaluate is not None and not fails(evaluate=_MovedEvaluation(evaluate)):
             sentence = _OF_EVALUATION
         else:
-            return ""
-        return sentence if fails() else ""  # the failure may not repeat
+            return None
+        return sentence if fails() else None  # the failure may not repeat
     except (RankDied, RankHang):
-        return ""
+        return None
 
 
 @dataclass
@@ -111,8 +109,7 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
     with full_precision(), one_thread():
         for name, along, take_shard in _ways(size):
             for count in dict.fromkeys((1, windows)):
-                divided = _divide(rank, program, scenario, name, along, take_shard, count)
-                divisions += [] if divided is None else [divided]
+                divisions += filter(None, [_divide(rank, program, scenario, name, along, take_shard, count)])
         alternatives = [
             Alternative(alteration, values, index)
             for alteration, index, alter in _alternatives(size)

@@ -41,12 +41,12 @@ from mgpu_check.torch_hooks.patches import replaced
 _MOST = 6  # most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs
 _MOST_NODES = 1000  # most nodes of a graph that are visited: terms of a loss are near its root
 _ADDS = {"AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0"}
+# Functions that are linear in one operand if the other operands need no gradient.
 _SCALES = {
     *("MulBackward0", "DivBackward0", "NegBackward0", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"),
     *("CloneBackward0", "ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1"),
 }
-"""Functions that are linear in one operand if the other operands need no gradient."""
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 Paths = tuple[tuple[int, ...], ...]
@@ -69,7 +69,8 @@ def noting_terms(model: Any, terms: dict[tuple[str, Paths], Term]) -> Iterator[N
                     terms.setdefault((line, paths), Term(line, paths, _line_of(node), upstream(node, named)))
         return []
 
-    # Anomaly detection makes each node keep the traceback of its creation.
+    # Anomaly detection makes each node keep the traceback of its creation (pytorch/pytorch#7677), in its metadata under
+    # "traceback_" (torch/csrc/autograd/python_anomaly_mode.h, ANOMALY_TRACE_KEY, torch 2.13).
     with torch.autograd.set_detect_anomaly(True, check_nan=False), around_backward(note):
         yield
 
@@ -111,7 +112,8 @@ def around_backward(
 
     The hooks that `look` returns are removed after the pass. Passes inside of others do not count.
     """
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # imported, not exported
+    # `backward` and `grad` call the engine by this imported name (torch/autograd/__init__.py, torch 2.13).
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     inside = 0
 
     def watched(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,10 +193,8 @@ def _line_of(node: Any) -> str:
 
 
 def _combine(model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], mean: bool) -> None:
-    """Give all ranks of a group the mean, or the sum, of their gradients of some parameters.
-
-    A mean may be repeated without effect, so gradients that accumulate over several passes come out right.
-    """
+    """Give all ranks of a group the mean, or the sum, of their gradients of some parameters."""
+    # A mean may be repeated without effect, so gradients that accumulate over several passes come out right.
     parameters = {
         name: parameter
         for name, parameter in parameters_of(modules_of(model))
@@ -227,7 +227,7 @@ def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[
     noting = _NotingRanges()
     with full_precision():
         observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
-    return noting.slices | {line: Range(len(values), start) for line, (values, start) in noting.found.items()}
+    return noting.slices | {line: Range(len(values), start) for line, (values, start) in noting.ranges.items()}
 
 
 def part_of(shift: Change, rank: int, size: int) -> int:
@@ -377,11 +377,12 @@ def _with_results(
 
 
 class _AroundRanges(TorchFunctionMode):
-    """Watches calls of `arange` in the code under test, by any name or method, and slices of parameters."""
+    """Watches calls of `arange` in the code under test, by any name or method, and slices of parameters.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    One subclass notes the ranges in a run, another shifts them in a later one, each entered around the steps.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__getitem__" and isinstance(args[0], nn.Parameter):
             position, line = _place_of_slice(args[1]), site(sys._getframe())
             if position is not None and line:
@@ -428,7 +429,7 @@ class Range:
 class _NotingRanges(_AroundRanges):
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, tuple[torch.Tensor, float]] = {}
+        self.ranges: dict[str, tuple[torch.Tensor, float]] = {}
         self.slices: dict[str, Range] = {}
 
     def sliced(self, line: str, index: Any, position: int) -> Any:
@@ -439,30 +440,30 @@ class _NotingRanges(_AroundRanges):
 
     def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
         if values.numel():
-            self.found.setdefault(line, (values, float(values[0])))
+            self.ranges.setdefault(line, (values, float(values[0])))
         return values
 
     def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if getattr(func, "__name__", "") not in _ADDING or not isinstance(result, torch.Tensor):
             return
-        for line, (values, _) in self.found.items():
+        for line, (values, _) in self.ranges.items():
             if any(argument is values for argument in args) and result.shape == values.shape:
-                self.found[line] = values, float(result[0])
+                self.ranges[line] = values, float(result[0])
 
 
 @contextlib.contextmanager
-def _noting(ranges: _NotingRanges) -> Iterator[None]:
+def _noting(mode: _NotingRanges) -> Iterator[None]:
     """Record ranges as the code under test receives them: a simulated device moves the tensors that torch makes."""
     arange, recorded = torch.arange, set[str]()
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         values = arange(*args, **kwargs)
-        if (line := site(sys._getframe())) not in recorded and line in ranges.found:
+        if (line := site(sys._getframe())) not in recorded and line in mode.ranges:
             recorded.add(line)
-            ranges.found[line] = values, float(values[0])
+            mode.ranges[line] = values, float(values[0])
         return values
 
-    with ranges, replaced(torch, "arange", noted):
+    with mode, replaced(torch, "arange", noted):
         yield
 
 

@@ -23,23 +23,10 @@ from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.run.step_recorder import Nudge
 from mgpu_check.gates.run.step_runs import Around, observe
 from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.numerics import steps
 from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.numerics.reduction import unit_roundoff
-from mgpu_check.numerics.steps import (
-    PAIRS,
-    SAMPLES,
-    Dithered,
-    MeasuredStep,
-    Unnarrowed,
-    assess,
-    deviations,
-    errors_seen,
-    full_precision,
-    granted_at_least,
-    is_narrow,
-    narrow_tolerance,
-    with_roundings,
-)
+from mgpu_check.numerics.steps import MeasuredStep, full_precision
 from mgpu_check.torch_hooks.nested import named_parameters, tensors_of, with_tensors
 from mgpu_check.torch_hooks.switches import one_thread, some_threads
 from mgpu_check.torch_hooks.tensors import all_finite, name_of, plain_copy
@@ -72,11 +59,8 @@ def moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
 def perturbed(
     model: Any, batches: Sequence[Any], spread: float, generator: torch.Generator, copies: bool, fused: bool
 ) -> Iterator[None]:
-    """Perturb the parameters, and then the results of operators inside the context.
-
-    With `copies`, perturb copied and sent tensors during the step, too. With `fused`, take operators apart that run a
-    whole recurrent network.
-    """
+    """Perturb the parameters, and then the results of operators inside the context, with `copies` also of copies."""
+    # With `fused`, operators that run a whole recurrent network are taken apart.
     mode = Perturbed(spread, generator, ROUNDOFF, counts=True)
     with unfused() if fused else contextlib.nullcontext(), mode, DrawsOfFloat32():
         with torch.no_grad():
@@ -87,16 +71,12 @@ def perturbed(
         yield
 
 
-_Gradients = dict[tuple[int, Result], torch.Tensor]
-"""The gradients of a rank by optimizer step and name: slices, where ranks hold slices."""
+_Gradients = dict[tuple[int, Result], torch.Tensor]  # of a rank, by optimizer step and name: slices, if it holds slices
 
 
 @dataclass(frozen=True)
 class Variation:
-    """One way to run a step.
-
-    All ranks decide alike, because each of them gets the same variation: otherwise some would wait for the others.
-    """
+    """One way to run a step, the same on all ranks: otherwise some would wait for the others."""
 
     spread: float = 0.0  # roundoffs that operators and batches are perturbed by, positive or negative; 0 for none
     pair: int = 0  # the seed of the signs. Runs of the same seed and opposite spreads belong together.
@@ -143,14 +123,16 @@ def _keep(into: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> 
 def _undecided(how: Variation, plain: _Gradients, *others: _Gradients) -> _Gradients:
     """Return the changes that flip each gradient whose sign rounding decides, and leave the others alone."""
     common = {key: value for key, value in plain.items() if all(key in gradients for gradients in others)}
-    granted = granted_at_least(common, others, ROUNDOFF, abs(how.spread))
-    return {key: flip_of(value, with_roundings(granted[key], value, how.roundoff)) for key, value in common.items()}
+    granted = steps.granted_at_least(common, others, ROUNDOFF, abs(how.spread))
+    return {
+        key: flip_of(value, steps.with_roundings(granted[key], value, how.roundoff)) for key, value in common.items()
+    }
 
 
 _DIRECTIONS = (1, -1)
+# Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
+# random sign for every intermediate value.
 LARGE = 1_000_000
-"""Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
-random sign for every intermediate value."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +146,8 @@ class Measured:
     remarks: list[str]  # measurements that failed, for the report
 
 
+# The unperturbed run of one program on one device, and a tolerance within which a result is surely right.
 Provisional = tuple[ObservedRun, dict[Result, torch.Tensor]]
-"""The unperturbed run of one program on one device, and a tolerance within which a result is surely right."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +166,8 @@ class RunPart:
 class Runs:
     """The runs of one program for one scenario.
 
-    Attributes:
-        narrow: whether the program computes in dtypes narrower than float32.
+    Each function `measure…` makes one in a rank that is alone in its world, calls one of `measured`, `provisional`,
+    `part` and `slightly_moved`, and drops it. `narrow` is set if the program computes in dtypes narrower than float32.
     """
 
     def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> None:
@@ -230,10 +212,7 @@ class Runs:
         return self.elements >= LARGE
 
     def provisional(self, notes: Notes) -> Provisional | None:
-        """Run three or four times in the precision of the program; see `numerics.steps.granted_at_least`.
-
-        Return None if these runs are inconclusive: then measure in full.
-        """
+        """Run three or four times in the precision of the program; None if inconclusive. See `granted_at_least`."""
         self._deep = "nonlinear"
         single = self._once(notes, digests=False)
         self._singles = [single]
@@ -242,7 +221,7 @@ class Runs:
                 return None  # perturbations of several roundoffs prove nothing where a roundoff is large
             self._copies = False
             self._exact, self._in_double = single, False
-            self._spread = deviations(self.elements)
+            self._spread = steps.deviations(self.elements)
             self.perturb(0)
             if single.nonlinear and len(self._moved) == 2 and (against := self._against_signs()) is not None:
                 self.perturb(0, against, directions=(1,))
@@ -258,7 +237,7 @@ class Runs:
         """Do one of `RUNS`, for a step that is known to be simple, with about as many elements of results."""
         notes = Notes()
         if run:
-            self._copies, self._in_double, self._spread = False, False, deviations(elements)
+            self._copies, self._in_double, self._spread = False, False, steps.deviations(elements)
             observed = self._perturbed(0, run)
         else:
             observed = self._once(notes, digests=False)
@@ -273,10 +252,7 @@ class Runs:
         return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
     def _against_signs(self) -> Callable[[int], Nudge] | None:
-        """Return a nudge that flips each gradient whose sign rounding decides; None without such gradients.
-
-        See `undecided` for the reason.
-        """
+        """Return a nudge that flips each gradient whose sign rounding decides, if there are any; see `undecided`."""
         stages = [(stage, self._granted(index)) for index, stage in enumerate(self._exact.snapshots)]
         slack = [{name: flip_of(value, granted[name]) for name, value in stage.items()} for stage, granted in stages]
         return _nudge_by(slack, lambda direction: 1)
@@ -287,7 +263,9 @@ class Runs:
         def of(run: ObservedRun) -> dict[Result, torch.Tensor]:
             return run.values if index is None else run.snapshots[index]
 
-        return granted_at_least(wide(of(self._exact)), [wide(of(run)) for run in self._moved], ROUNDOFF, self._spread)
+        return steps.granted_at_least(
+            wide(of(self._exact)), [wide(of(run)) for run in self._moved], ROUNDOFF, self._spread
+        )
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
         """Run twice in the precision of the step; the second batch is moved, so that sums round differently."""
@@ -296,7 +274,7 @@ class Runs:
         # `undecided` needs the gradients of each optimizer step.
         self._deep = deep or ("gradients" if single.optimizer_steps else False)
         self._singles = [single, self.slightly_moved()]
-        self._spread = deviations(self.elements)
+        self._spread = steps.deviations(self.elements)
 
     def _once(self, notes: Notes, digests: bool) -> ObservedRun:
         own = Notes()
@@ -311,7 +289,7 @@ class Runs:
         single, notes = self._singles[0], Notes()
         self._exact = single
         try:
-            modes = (DrawsOfFloat32(), *((Unnarrowed(),) if self.narrow else ()), notes)
+            modes = (DrawsOfFloat32(), *((steps.Unnarrowed(),) if self.narrow else ()), notes)
             exact = self._run(double=True, deep=self._deep, around=lambda model, batches: entered(*modes))
         except Exception:
             self._precise = False
@@ -337,14 +315,13 @@ class Runs:
 
     def dither(self) -> None:
         """Run with results of operators in narrow dtypes that are moved by one unit in the last place."""
-        for number in range(SAMPLES // 2 if self.large else SAMPLES):
-            dithered = Dithered(generator_of(number))
+        for number in range(steps.SAMPLES // 2 if self.large else steps.SAMPLES):
+            dithered = steps.Dithered(generator_of(number))
             run = self._run_if_possible(around=lambda model, batches, mode=dithered: entered(mode))
             if run is not None and alike(self._singles[0], run):
                 self._dithered.append(run)
 
     def _perturbed(self, pair: int, direction: int, nudge: Nudge | None = None) -> ObservedRun | None:
-        """Run perturbed; None if the run raises an error."""
         generator, by = generator_of(pair + 1), direction * self._spread
         return self._run_if_possible(
             double=self._in_double,
@@ -380,7 +357,7 @@ class Runs:
         """Run as often as needed to measure the tolerance of the results, with `deep` of each optimizer step, too."""
         self.as_it_is(notes, deep)
         self.exactly()
-        pairs = PAIRS - 1 if self.large else PAIRS
+        pairs = steps.PAIRS - 1 if self.large else steps.PAIRS
         for pair in range(pairs):
             self.perturb(pair)
         if self.narrow:
@@ -402,11 +379,8 @@ class Runs:
         }
         remarks = []
         if self._failure is not None:
-            message = next(iter(str(self._failure).splitlines()), "")
-            remarks.append(
-                f"tolerances may be too narrow: a perturbed run of the step failed: {type(self._failure).__name__}: "
-                f"{message}"
-            )
+            kind, message = type(self._failure).__name__, next(iter(str(self._failure).splitlines()), "")
+            remarks.append(f"tolerances may be too narrow: a perturbed run of the step failed: {kind}: {message}")
         if not self._moved:
             remarks.append(
                 "tolerances may be too narrow: they come from unperturbed runs, because no perturbed run left "
@@ -436,7 +410,7 @@ class Runs:
             ]
 
         (exact,) = usable([self._exact])
-        assessed = assess(exact, usable(self._singles), usable(self._moved), ROUNDOFF, self._spread)
+        assessed = steps.assess(exact, usable(self._singles), usable(self._moved), ROUNDOFF, self._spread)
         if not self._dithered:
             return MeasuredStep(reference, assessed.tolerance, assessed.amplification)
         # The plain run is made without the results of each optimizer step; the moved one rounds as it does.
@@ -445,23 +419,20 @@ class Runs:
         tolerance = dict(assessed.tolerance)
         for name in result_names:
             values, dtype = [sample[name] for sample in samples], stage(self._singles[-1])[name].dtype
-            if not is_narrow(dtype) and all(torch.equal(values[0], value) for value in values[1:]):
+            if not steps.is_narrow(dtype) and all(torch.equal(values[0], value) for value in values[1:]):
                 continue  # no rounding to a narrow dtype reaches this result
             if not self._precise:
                 exact[name] = torch.stack(values).mean(0)
                 reference[name] = torch.where(reference[name].isfinite(), exact[name], reference[name])
             both = [(up[name], down[name]) for up, down in pairs]
-            tolerance[name] = narrow_tolerance(exact[name], values, both, dtype, self.elements)
+            tolerance[name] = steps.narrow_tolerance(exact[name], values, both, dtype, self.elements)
         return MeasuredStep(reference, tolerance, assessed.amplification)
 
 
 def _nudge_by(
     slack: Sequence[Mapping[Result, torch.Tensor]], factor: Callable[[int], int]
 ) -> Callable[[int], Nudge] | None:
-    """Return a nudge that adds `slack` times the factor of the direction to the gradients of each step.
-
-    Return None if `slack` is all zero.
-    """
+    """Return a nudge that adds `slack` times the factor of the direction to the gradients; None if it is all zero."""
     if not any(bool(value.any()) for of_step in slack for value in of_step.values()):
         return None
 
@@ -502,11 +473,8 @@ RUNS = (0, 1, -1)
 
 
 def rounding_seen(single: ObservedRun, moved_run: ObservedRun) -> dict[Result, float] | None:
-    """Return the errors of a run, by one of `measure_slightly_moved`; see `numerics.steps.errors_seen`.
-
-    None if the two runs left results of other names or shapes, are finite in other places, or took other steps.
-    """
-    return errors_seen(wide(single.values), wide(moved_run.values)) if alike(single, moved_run) else None
+    """Return the errors of a run, by one of `measure_slightly_moved`, if they are alike; see `steps.errors_seen`."""
+    return steps.errors_seen(wide(single.values), wide(moved_run.values)) if alike(single, moved_run) else None
 
 
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
@@ -556,11 +524,8 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
 def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
     """Run the reference, or else the step, unchanged and perturbed, in its own precision: most right steps pass that.
 
-    Return None if the result is inconclusive, so that `measure` is needed.
-
-    Args:
-        alone: see `measure`; here the step runs beside a reference only if batches were changed, to check that they
-            suit the step.
+    Return None if the result is inconclusive, so that `measure` is needed. `alone`: see `measure`; here the step runs
+    beside a reference only if batches were changed, to check that they suit the step.
     """
     by_reference, own = program.reference is not None, None
     with full_precision(), one_thread() as threads:
@@ -591,7 +556,9 @@ def of_parts(program: Program, run_parts: Sequence[RunPart], elements: int) -> E
     if len(runs) < len(RUNS) or not all(left_alike(runs[0], run) for run in runs[1:]):
         return None
     single, *moved = runs
-    granted = granted_at_least(wide(single.values), [wide(run.values) for run in moved], ROUNDOFF, deviations(elements))
+    granted = steps.granted_at_least(
+        wide(single.values), [wide(run.values) for run in moved], ROUNDOFF, steps.deviations(elements)
+    )
     return _provisional(program, (single, granted), None, run_parts[0].drawn, run_parts[0].narrow)
 
 
@@ -610,11 +577,8 @@ def _provisional(
 
 
 def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> ObservedRun:
-    """Run the reference, or else the step, once more, on a batch moved by one roundoff.
-
-    The difference from the first run shows rounding inside operators, which a perturbation of their results cannot
-    show.
-    """
+    """Run the reference, or else the step, once more, on a batch moved by one roundoff."""
+    # The difference shows rounding inside operators, which a perturbation of their results cannot show.
     with full_precision(), one_thread() as threads:
         run = Runs(rank, program, scenario, program.reference is not None, threads).slightly_moved()
     run.initial = {}
@@ -622,33 +586,25 @@ def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> 
 
 
 def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:
-    """Return the largest factor of the batch that keeps all results of one device finite in float16.
-
-    Return None if the step does not compute in float16, or if no factor gives finite results.
-    """
+    """Return the largest factor of the batch, if any, that keeps all results of one device finite in float16."""
     notes = Notes()
     observe(rank, program, scenario, of_reference=False, around=lambda model, batches: entered(notes))
     if torch.float16 not in notes.seen:
         return None
     for factor in _FACTORS:
         scaled = Scenario(1, scenario.samples, 1, "scaled", factor, scenario.seed, scenario.batches)
-        run = observe(rank, program, scaled)
-        if all(bool(value.isfinite().all()) for value in run.values.values()):
+        if all(bool(value.isfinite().all()) for value in observe(rank, program, scaled).values.values()):
             return factor
     return None
 
 
 def _with_room_for(stage: MeasuredStep[Result], narrower: Iterable[torch.dtype]) -> MeasuredStep[Result]:
-    """Return the stage with tolerances for rounding to dtypes that only the step uses, not the reference.
-
-    The tolerances follow from the dtypes, not from the results of the step. Whole numbers, such as counts, must be
-    exact.
-    """
+    """Return the stage with tolerances for rounding to dtypes that only the step uses, not the reference."""
     roundoff = max(map(unit_roundoff, narrower), default=0.0)
     if not roundoff:
         return stage
     tolerance = dict(stage.tolerance)
     for name, exact in stage.reference.items():
-        if not torch.equal(exact, exact.round()):
-            tolerance[name] = with_roundings(tolerance[name], exact, roundoff)
+        if not torch.equal(exact, exact.round()):  # whole numbers, such as counts, must be exact
+            tolerance[name] = steps.with_roundings(tolerance[name], exact, roundoff)
     return MeasuredStep(stage.reference, tolerance, stage.amplification)

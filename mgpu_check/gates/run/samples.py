@@ -110,9 +110,10 @@ def _workers(loader: Any) -> int:
 def _without_workers(loader: Any) -> Any:
     if not _workers(loader):
         return loader
+    # A loader without workers refuses a timeout, and one with persistent workers keeps its iterator in `_iterator`
+    # (torch/utils/data/dataloader.py, _SingleProcessDataLoaderIter and DataLoader.__iter__, torch 2.13).
     inline = copy.copy(loader)
-    inline.num_workers, inline.timeout = 0, 0
-    inline._iterator = None
+    inline.num_workers, inline.timeout, inline._iterator = 0, 0, None
     return inline
 
 

@@ -22,21 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mgpu_check.diagnosis.observations import HeldPiece, ObservedRun, Result
 from mgpu_check.gates.gate_arguments import Unusable
-from mgpu_check.numerics.placement import (
-    Coordinates,
-    Placement,
-    Slice,
-    Unplaced,
-    Wholes,
-    by_attributes,
-    by_user,
-    flat_ranges,
-    indexed,
-    is_of_expert,
-    local_ranges,
-    make_distinct,
-)
-from mgpu_check.numerics.placement import assembled as joined
+from mgpu_check.numerics import placement as slicing
+from mgpu_check.numerics.placement import Coordinates, Placement, Slice, Unplaced, Wholes
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.torch_hooks.nested import named_modules, named_parameters
 from mgpu_check.torch_hooks.tensors import copied, digest_of, plain_copy
@@ -45,10 +32,8 @@ from mgpu_check.torch_hooks.tensors import copied, digest_of, plain_copy
 def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """Return for each tensor the smallest count among the ranks of its mesh; without a mesh, its own count.
 
-    Gathering a gradient or a state is a collective: if one rank skipped its step, the others would wait forever.
-
-    Args:
-        counts: tensors with a count each; all ranks of a mesh pass the same DTensors in the same order.
+    All ranks of a mesh must pass the same DTensors in the same order. Gathering a gradient or a state is a collective:
+    if one rank skipped its step, the others would wait forever.
     """
     smallest = [count for _, count in counts]
     by_mesh: dict[int, tuple[Any, list[int]]] = {}
@@ -69,24 +54,23 @@ _Kind = Literal["params", "buffers"]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that a rank holds at the end."""
+    """A tensor that a rank holds at the end.
+
+    `Holdings.held` makes these after the last step; `step_runs` and `StepRecorder` read results from them.
+    """
 
     kind: _Kind
     label: str  # its name in the model now, or its place in an optimizer
     tensor: torch.Tensor
-    # Name of the built tensor that it is, with the same shape; None if it is not a whole one.
-    built_name: str | None = None
-    # The slices of built tensors that it consists of, perhaps empty; None if it is a whole built tensor, or if its
-    # placement is unknown.
+    built_name: str | None = None  # the built tensor that it is, with the same shape; None if it is not a whole one
+    # The slices of built tensors that it consists of; None if it is a whole built tensor, or its placement is unknown.
     slices: tuple[Slice, ...] | None = None
     reason: Unplaced | None = None  # why its placement is unknown; None if it is known
     copy: bool = False  # an optimizer trains it, but the model uses another tensor in its place
     idle: bool = False  # it is a parameter that no optimizer of this rank steps, although they step others
     replaced: bool = False  # an optimizer steps another tensor that has some of its elements
     local: bool = False  # it is a DTensor, and only its part on this rank was placed
-    # It is not part of the model that is compared: a replica that is trained beside the model, or a tensor that the
-    # built model does not have.
-    outside: bool = False
+    outside: bool = False  # not part of the model: a replica beside it, or a tensor that the built model does not have
     late: bool = False  # its optimizer was made for a later step than the first
 
     def copy_of(self, value: Any) -> torch.Tensor:
@@ -105,11 +89,14 @@ class Held:
     @property
     def wholes(self) -> set[str]:
         """The names of the built tensors that it is part of; its own label if it is placed in none."""
-        return {held.whole for held in self.slices} if self.slices is not None else {self.built_name or self.label}
+        return {piece.whole for piece in self.slices} if self.slices is not None else {self.built_name or self.label}
 
 
 class Holdings:
     """The tensors of a built model, and the tensors that a rank holds in place of these.
+
+    `step_runs.observe` makes one before the step. During the step `StepRecorder` reports the modules that are called
+    and the optimizers that step. After it, `observe` asks for the tensors; the holdings end with its call.
 
     Args:
         modules: the modules as built, by the prefix of their names.
@@ -165,10 +152,7 @@ class Holdings:
         """Record the parameters of an optimizer that is about to step; do nothing at its later steps.
 
         A parameter that is not a built tensor is also copied, because it still has its initial value. The copy shows
-        which slices of built tensors it consists of.
-
-        Args:
-            late: the first call of the step under test has ended.
+        which slices of built tensors it consists of. `late`: the first call of the step under test has ended.
         """
         if id(optimizer) in self._optimizers:
             return
@@ -243,11 +227,8 @@ class Holdings:
         return [self._beside(stepped, holding) for holding in held_tensors]
 
     def _is_replica(self, tensor: torch.Tensor, in_model: torch.Tensor | None) -> bool:
-        """Return whether a copy of the model is trained beside the model, whose own tensor changes too.
-
-        Local SGD, federated averaging and DiLoCo train such replicas. Master weights are used in no module, and a copy
-        that is trained in place of the model leaves the model as it was.
-        """
+        """Return whether a copy of the model is trained beside it, as in local SGD, and its own tensor changes."""
+        # Master weights are used in no module. A copy that is trained in place of the model leaves the model as it was.
         initial = self._firsts.get(id(tensor))
         if in_model is None or initial is None or id(tensor) not in self._in_modules or hasattr(in_model, "to_local"):
             return False
@@ -260,19 +241,16 @@ class Holdings:
         return replace(holding, idle=idle, replaced=bool(common) and not self._is_stepped(holding.tensor))
 
     def unused(self, touched: Iterable[str]) -> set[str]:
-        """Return the unused parameters and buffers: no module with them was called, and they are not in `touched`.
-
-        `touched`: names of parameters and buffers that have a gradient, or that differ from their initial value.
-        """
+        """Return the parameters and buffers that no called module has, and that have no gradient or change."""
         return set(self._shapes) - self._used() - set(touched)
 
     def _used(self) -> set[str]:
         """Return the built tensors that a called module has, or had before they were replaced."""
-        names: set[str | None] = set()
+        built_names: set[str | None] = set()
         for module in self._called.values():
-            names |= {self._origins.get((id(module), key)) for key in (*module._parameters, *module._buffers)}
-            names |= {self._built.get(id(parameter)) for parameter in module._parameters.values()}
-        return {name for name in names if name is not None}
+            built_names |= {self._origins.get((id(module), key)) for key in (*module._parameters, *module._buffers)}
+            built_names |= {self._built.get(id(parameter)) for parameter in module._parameters.values()}
+        return {name for name in built_names if name is not None}
 
     def _is_stepped(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._stepped
@@ -283,7 +261,7 @@ class Holdings:
             return Held(tensor_kind, label, tensor, origin)  # declarations apply to several ranks only
         if self._placement is not None and tensor_kind == "params":
             try:
-                declared = by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
+                declared = slicing.by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
             except ValueError as error:
                 raise Unusable(str(error)) from None
             if declared is not None:
@@ -302,7 +280,7 @@ class Holdings:
 
     def _expert(self, tensor: torch.Tensor, origin: str) -> str:
         """Return the name of the built tensor; for an expert that was rebuilt, find it by values, not by name."""
-        if not is_of_expert(tensor) or not self.is_foreign(tensor) or hasattr(tensor, "to_local"):
+        if not slicing.is_of_expert(tensor) or not self.is_foreign(tensor) or hasattr(tensor, "to_local"):
             return origin
         slices = self._by_content(tensor, origin)
         return slices[0].whole if isinstance(slices, list) and _is_one_whole(slices) else origin
@@ -321,7 +299,7 @@ class Holdings:
         return Held(tensor_kind, label, tensor, slices=(declared_slice,))
 
     def _by_library(self, tensor: torch.Tensor, origin: str) -> list[Slice] | None:
-        ranges = flat_ranges(tensor)
+        ranges = slicing.flat_ranges(tensor)
         if ranges is not None:
             built_names = [self._origins.get((id(module), key)) for module, key in ranges.owners]
             if None not in built_names:
@@ -332,10 +310,10 @@ class Holdings:
                 ]
         if origin not in self._shapes:
             return None
-        if (ranges_here := local_ranges(tensor, self._called.values())) is not None:
+        if (ranges_here := slicing.local_ranges(tensor, self._called.values())) is not None:
             at, _ = ranges_here
             return [Slice(origin, self._shapes[origin], at)] if len(at) else []
-        return by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
+        return slicing.by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
 
     def _by_content(self, tensor: torch.Tensor, hint: str) -> list[Slice] | Unplaced:
         initial, now = self._firsts.get(id(tensor)), _here(tensor)
@@ -356,7 +334,9 @@ def _is_one_whole(slices: Sequence[Slice]) -> bool:
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor still has memory: FSDP frees the memory of whole parameters, and keeps the tensors."""
+    """Return whether a tensor still has memory."""
+    # FSDP1 resizes the storage of a gathered parameter to 0, and keeps the tensor
+    # (torch/distributed/fsdp/_flat_param.py, _free_storage, torch 2.13).
     if tensor.is_meta or not tensor.numel() or hasattr(tensor, "full_tensor"):
         return not tensor.is_meta
     return tensor.untyped_storage().size() > 0
@@ -365,10 +345,7 @@ def _is_there(tensor: torch.Tensor) -> bool:
 def named_tensors(
     modules: Mapping[str, nn.Module], aliases: bool = False
 ) -> Iterator[tuple[_Kind, str, torch.Tensor, nn.Module, str]]:
-    """Yield each parameter and buffer of modules named by prefixes: kind, name, tensor, its module, its key.
-
-    `aliases`: also yield a tensor that a module has under several names once for each.
-    """
+    """Yield each parameter and buffer of modules named by prefixes: kind, name, tensor, its module, its key."""
     kinds: tuple[tuple[_Kind, str], ...] = (("params", "_parameters"), ("buffers", "_buffers"))
     for prefix, module in modules.items():
         inside = list(named_modules(module))
@@ -376,6 +353,7 @@ def named_tensors(
         for tensor_kind, registry in kinds:
             for path, submodule in inside:
                 for key, tensor in getattr(submodule, registry).items():
+                    # `aliases`: yield a tensor that a module has under several names once for each
                     if tensor is not None and (aliases or id(tensor) not in yielded):
                         yielded.add(id(tensor))
                         yield tensor_kind, prefix + (f"{path}.{key}" if path else key), tensor, submodule, key
@@ -398,23 +376,19 @@ def _wholes_of(modules: Mapping[str, nn.Module]) -> Wholes:
 
 
 def moved_apart(modules: Mapping[str, nn.Module]) -> None:
-    """Make the elements of floating-point parameters and saved buffers distinct, in place, always in the same way.
-
-    Equal values, such as the zeros of a bias, do not show which slice a rank holds.
-    """
+    """Make the elements of floating-point parameters and saved buffers distinct, in place, always in the same way."""
+    # Equal values, such as the zeros of a bias, do not show which slice a rank holds.
     generator = torch.Generator().manual_seed(0)
     submodules = [submodule for module in modules.values() for _, submodule in named_modules(module)]
     caches = {id(submodule._buffers[key]) for submodule in submodules for key in submodule._non_persistent_buffers_set}
     for _, _, tensor, _, _ in named_tensors(modules):
         if id(tensor) not in caches and tensor.is_floating_point() and tensor.numel():
-            make_distinct(tensor, float(tensor.detach().float().square().mean().sqrt()), generator)
+            slicing.make_distinct(tensor, float(tensor.detach().float().square().mean().sqrt()), generator)
 
 
-_CLOSE = 1e-3
-"""Tolerance, as a fraction of the magnitude: replicas of a slice of an optimizer's state differ by rounding only."""
+_CLOSE = 1e-3  # of the magnitude: replicas of a slice of an optimizer's state differ by rounding only
 
-Parts = dict[Result, list[tuple[int, Slice, torch.Tensor]]]
-"""By result: the rank that holds a slice, the slice, and the local tensor that has it."""
+_Piece = tuple[int, Slice, torch.Tensor]  # the rank that holds a slice, the slice, and the local tensor that has it
 
 
 @dataclass(frozen=True)
@@ -424,7 +398,7 @@ class _Whole:
     views: list[torch.Tensor]
     own: list[torch.Tensor]
     placement: str
-    gap: str
+    gap: Slice | None  # the elements that no rank holds
 
 
 def holders_of(runs: Sequence[ObservedRun]) -> dict[str, set[int]]:
@@ -442,10 +416,9 @@ def assembled(
 ) -> list[ObservedRun]:
     """Return the observations of ranks, with every divided result assembled on every rank."""
     users_by_name = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(runs)}
-    divided = any(run.pieces or run.unplaced for run in runs) or bool(users_by_name)
     name_sets = [run.digests.keys() for run in runs if run.digests]
+    divided = bool(users_by_name) or any(run.pieces or run.unplaced or run.idle != runs[0].idle for run in runs)
     divided |= any(name.kind != "returned" for name_set in name_sets for name in name_set ^ name_sets[0])
-    divided |= any(run.idle != runs[0].idle for run in runs)
     if not divided and returns is None:
         return list(runs)
     assembled_runs = [
@@ -460,8 +433,8 @@ def assembled(
             run.values[name], run.own[name] = result.views[rank], result.own[rank]
             run.digests[name] = digest_of(result.views[rank])
             run.placements[name] = result.placement
-            if result.gap:
-                run.gaps[name] = result.gap
+            if result.gap is not None:
+                run.gaps[name] = str(result.gap)
     for step in range(max((len(run.snapshots) for run in runs), default=0)):
         snapshots = [run.snapshots[step] if step < len(run.snapshots) else {} for run in runs]
         slices = [run.pieces_of_steps[step] if step < len(run.pieces_of_steps) else [] for run in runs]
@@ -500,12 +473,8 @@ def _wholes(
     users_by_name: Mapping[str, set[int]],
     idle: Sequence[set[str]],
 ) -> Iterator[tuple[Result, _Whole]]:
-    """Yield each result that is divided among ranks, assembled.
-
-    `users_by_name`: the ranks that use a parameter or buffer, if some ranks do not. `idle`: by rank, the parameters
-    that no optimizer of the rank steps. Their gradients count only if no other rank's do.
-    """
-    pieces_by_result: Parts = defaultdict(list)
+    """Yield each result that is divided among ranks, assembled; `users_by_name`: who uses what others do not."""
+    pieces_by_result: dict[Result, list[_Piece]] = defaultdict(list)
     for rank, pieces_of_rank in enumerate(pieces):
         for piece in pieces_of_rank:
             pieces_by_result[piece.name].append((rank, piece.slice, piece.value))
@@ -520,7 +489,7 @@ def _wholes(
             continue
         owner = name.parameter
         users = users_by_name.get(owner, set(range(len(values))))
-        if name.kind == "grads":
+        if name.kind == "grads":  # those that no optimizer of the rank steps count only if no other rank's do
             users = {rank for rank in users if owner not in idle[rank]} or users
         mine = [entry for entry in pieces_by_result.get(name, ()) if entry[0] in users]
         with_pieces = {rank for rank, _, _ in mine}
@@ -538,12 +507,10 @@ def _wholes(
         if mine and _all_hold_the_same(mine, len(values)):
             continue
         mine += [(rank, Slice(name.of, tuple(value.shape)), value) for rank, value in full_values]
-        size = mine[0][1].shape
-        mine = [entry for entry in mine if entry[1].shape == size]
-        yield name, _put_together(mine, len(values))
+        yield name, _put_together([entry for entry in mine if entry[1].shape == mine[0][1].shape], len(values))
 
 
-def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> bool:
+def _all_hold_the_same(mine: Sequence[_Piece], size: int) -> bool:
     """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it."""
     head = mine[0][1]
     if head.at is None or bool(head.mask.all()) or not len(mine) == size > 1:
@@ -551,8 +518,8 @@ def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: in
     return all(held_slice.at is not None and torch.equal(held_slice.at, head.at) for _, held_slice, _ in mine)
 
 
-def _put_together(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> _Whole:
-    base = joined([(held_slice, local) for _, held_slice, local in mine])
+def _put_together(mine: Sequence[_Piece], size: int) -> _Whole:
+    base = slicing.assembled([(held_slice, local) for _, held_slice, local in mine])
     views, own = [], []
     for rank in range(size):
         own_slices = [(held_slice, local) for holder, held_slice, local in mine if holder == rank]
@@ -568,9 +535,8 @@ def _put_together(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) ->
         at = mask.view(-1).nonzero().flatten()
         ranks_by_slice[str(Slice("", tuple(mask.shape), None if bool(mask.all()) else at))].append(rank)
     placement = "; ".join(f"{description} on {named(ranks)}" for description, ranks in ranks_by_slice.items())
-    gap = ""
-    if base.missing is not None:
-        gap = str(Slice("", tuple(base.missing.shape), base.missing.view(-1).nonzero().flatten()))
+    missing = base.missing
+    gap = None if missing is None else Slice("", tuple(missing.shape), missing.view(-1).nonzero().flatten())
     return _Whole(views, own, placement, gap)
 
 
@@ -586,25 +552,25 @@ def _is_state_in_chunks(ranked_chunks: Sequence[tuple[int, torch.Tensor]], shape
 
 def _in_order(
     name: Result, ranked_chunks: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...], size: int
-) -> list[tuple[int, Slice, torch.Tensor]]:
+) -> list[_Piece]:
     """Return the chunks of a state by rank; with replicas, in the order that makes replicas agree."""
     head = ranked_chunks[0][1]
     dim = next(d for d in range(len(shape)) if head.shape[d] != shape[d])
     count = -(-shape[dim] // max(1, head.shape[dim]))
     orders = [[rank % count for rank, _ in ranked_chunks], [rank // max(1, size // count) for rank, _ in ranked_chunks]]
     chunks = torch.arange(shape[dim]).chunk(count)
-    best: list[tuple[int, Slice, torch.Tensor]] = []
+    best: list[_Piece] = []
     for order in orders:
         placed = [(index, rank, value) for index, (rank, value) in zip(order, ranked_chunks, strict=True)]
         if any(index >= len(chunks) or len(chunks[index]) != value.shape[dim] for index, _, value in placed):
             continue
         ordered = [
-            (rank, Slice(name.of, shape, indexed(shape, (*[slice(None)] * dim, chunks[index]))), value)
+            (rank, Slice(name.of, shape, slicing.indexed(shape, (*[slice(None)] * dim, chunks[index]))), value)
             for index, rank, value in placed
         ]
         by_chunk = {index: value for index, _, value in placed}
         pairs = ((value, by_chunk[index]) for index, _, value in placed if value.numel())
-        if all(bool(((value - other).abs() <= _CLOSE * other.abs().max()).all()) for value, other in pairs):
+        if all(bool(((value - head).abs() <= _CLOSE * head.abs().max()).all()) for value, head in pairs):
             return ordered
         best = best or ordered
     return best

@@ -206,12 +206,10 @@ class StateRow:
     """The comparison of one entry of the state, on one rank."""
 
     entry: StateEntry
-    # Whether the entry has the expected value; None if two uninterrupted runs disagree about that value.
-    same: bool | None
+    same: bool | None  # whether it has the expected value; None if two uninterrupted runs disagree about that value
     detail: str
-    # got, expected: digests; "" for a missing entry.
-    got: str
-    expected: str
+    got: str | None  # a digest; None for a missing entry
+    expected: str | None
     moved: bool  # whether the entry has changed since the earlier step
     repeats: bool  # whether two uninterrupted runs agree up to rounding; always True for generators
 
@@ -226,16 +224,12 @@ class TrainingPart:
     seed: int
     mesh: Mesh = ()  # the mesh of the ranks; empty for none
     per_rank: bool = False  # whether each rank has its own checkpoint, in `directory` under its index
-    # Size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
-    spread: float = 0.0
+    spread: float = 0.0  # size of the rounding errors that are added to each operator, in roundoffs; see `Perturbed`
     signs: int = 0  # seed of the signs of the errors
 
 
-def train_and_keep(train: Train, training: TrainingPart, file: Path, rank: Rank) -> str:
-    """Run a part of the training, and save the state that it returns.
-
-    Returns why that state cannot be used, or "" if it can.
-    """
+def train_and_keep(train: Train, training: TrainingPart, file: Path, rank: Rank) -> str | None:
+    """Run a part of the training, save the state that it returns, and return why that state cannot be used, if so."""
     if training.mesh:
         rank = replace(rank, mesh=mesh_of(rank, training.mesh))
     seed_everything(training.seed)
@@ -260,17 +254,18 @@ def train_and_keep(train: Train, training: TrainingPart, file: Path, rank: Rank)
     if not flat:
         return "train returned an empty mapping; return the model and the optimizer, at least"
     torch.save({_ENTRIES: flat, _GENERATORS: generators, _EPOCHS: epochs}, kept(file, rank))
-    return ""
+    return None
 
 
 @contextlib.contextmanager
 def _noting_epochs(epochs: list[int]) -> Iterator[None]:
-    """Note which epoch a sampler is set to, each time that it is gone through."""
-    go_through = DistributedSampler.__iter__
+    """Note the epoch of each sampler when it is iterated."""
+    # A patch, because `__iter__` reads the plain attribute `epoch` (torch/utils/data/distributed.py, torch 2.13).
+    iterate = DistributedSampler.__iter__
 
     def noted(sampler: DistributedSampler[Any]) -> Iterator[Any]:
         epochs.append(int(sampler.epoch))
-        return go_through(sampler)
+        return iterate(sampler)
 
     with replaced(DistributedSampler, "__iter__", noted):
         yield
@@ -278,7 +273,7 @@ def _noting_epochs(epochs: list[int]) -> Iterator[None]:
 
 def epochs_of(directories: Sequence[Path], rank: Rank) -> list[list[int]]:
     """Return the epochs of samplers in the runs that were kept there, in their order."""
-    return [torch.load(kept(directory, rank), weights_only=False)[_EPOCHS] for directory in directories]
+    return [_read(kept(directory, rank))[_EPOCHS] for directory in directories]
 
 
 def kept(directory: Path, rank: Rank) -> Path:
@@ -287,8 +282,15 @@ def kept(directory: Path, rank: Rank) -> Path:
     return directory / f"{rank.index}.pt"
 
 
+def _read(file: Path) -> dict[str, Any]:
+    # An entry may be of a user's subclass of int or str. By default, loading refuses classes that are not on its list
+    # (torch/serialization.py, load, torch 2.13).
+    state: dict[str, Any] = torch.load(file, weights_only=False)
+    return state
+
+
 def load(directory: Path, index: int) -> dict[StateEntry, Any]:
-    state: dict[str, dict[str, Any]] = torch.load(directory / f"{index}.pt", weights_only=False)
+    state = _read(directory / f"{index}.pt")
     values = {StateEntry(name): value for name, value in state[_ENTRIES].items()}
     return values | {StateEntry(name, generator=True): value for name, value in state[_GENERATORS].items()}
 
@@ -298,8 +300,8 @@ def _generators(rank: Rank) -> dict[str, str]:
     if torch.cuda.is_available():
         states["torch (device)"] = digest_of(torch.cuda.get_rng_state(rank.device))
     if (numpy := sys.modules.get("numpy")) is not None:
-        parts = [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()]
-        states["NumPy"] = _digest(repr(parts))
+        fields = [field.tolist() if hasattr(field, "tolist") else field for field in numpy.random.get_state()]
+        states["NumPy"] = _digest(repr(fields))
     return states
 
 
@@ -329,32 +331,29 @@ def compare(
     moves = envelopes(real, (load(run, rank.index) for run in perturbed))
     rows = []
     for entry in dict.fromkeys([*first_state, *second_state, *new]):
-        once, again = first_state.get(entry), second_state.get(entry)
-        noise = _noise(once, again) if (entry in first_state) == (entry in second_state) else None
+        once, repeated = first_state.get(entry), second_state.get(entry)
+        noise = _noise(once, repeated) if (entry in first_state) == (entry in second_state) else None
         repeats = entry.generator or (noise is not None and noise <= explained_by_rounding(once, tolerance or 0.0))
+        same: bool | None = False
+        detail: str | None = "is missing" if entry in first_state else "is there, but not in an uninterrupted run"
         if noise is None or not repeats:
-            same: bool | None = None
-            detail = _difference(again, once, 0.0, None)
-        elif entry not in new or entry not in first_state:
-            same, detail = False, "is missing" if entry in first_state else "is there, but not in an uninterrupted run"
-        else:
+            same, detail = None, _difference(repeated, once, 0.0, None)
+        elif entry in new and entry in first_state:
             granted = _ROOM * noise + _BOTH * moves.get(entry, 0.0)
             granted += explained_by_rounding(once) if rounded else 0.0
             detail = _difference(new[entry], once, granted, tolerance)
-            same = not detail
-        moved = entry not in old or bool(_difference(once, old[entry], 0.0, None))
+            same = detail is None
+        moved = entry not in old or _difference(once, old[entry], 0.0, None) is not None
         digests = digest_of_value(new.get(entry)), digest_of_value(once)
-        rows.append(StateRow(entry, same, detail, *digests, moved, repeats))
+        rows.append(StateRow(entry, same, detail or "", *digests, moved, repeats))
     return rows
 
 
-def digest_of_value(value: Any) -> str:
-    """Return a digest that is equal for equal values; "" for None."""
+def digest_of_value(value: Any) -> str | None:
+    """Return a digest that is equal for equal values; None for None."""
     if value is None:
-        return ""
-    if isinstance(value, torch.Tensor):
-        return digest_of(value)
-    return f"{type(value).__name__} {value!r}"
+        return None
+    return digest_of(value) if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r}"
 
 
 def _noise(value: Any, repeated: Any) -> float | None:
@@ -377,26 +376,25 @@ def explained_by_rounding(value: Any, tolerance: float = 0.0) -> float:
     if not isinstance(value, torch.Tensor) or not value.numel() or not (is_real(value) or value.is_complex()):
         return 0.0
     largest = float(value.abs().double().nan_to_num(0.0, 0.0, 0.0).max())
-    roundoff = torch.finfo(value.dtype).eps / 2
-    return max(_EXPLAINED, _ROUNDOFFS * roundoff, tolerance) * largest
+    return max(_EXPLAINED, _ROUNDOFFS * torch.finfo(value.dtype).eps / 2, tolerance) * largest
 
 
 def is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str:
-    """Describe a difference that exceeds `granted`; return "" if there is no such difference."""
+def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str | None:
+    """Describe a difference that exceeds `granted`, if there is one."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         same = type(got) is type(expected) and got == expected
-        return "" if same else f"got {_cut(got)}, expected {_cut(expected)}"
+        return None if same else f"got {_cut(got)}, expected {_cut(expected)}"
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"got {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
     got, expected = as_real(got), as_real(expected)
     if tolerance is not None and expected.dtype.is_floating_point and expected.numel():
         granted = tolerance * float(expected.double().abs().max())
     deviation = difference(got, expected, granted)
-    return "" if deviation is None else str(deviation)
+    return None if deviation is None else str(deviation)
 
 
 def _cut(value: Any) -> str:
@@ -411,11 +409,10 @@ Parts = list[torch.Tensor]  # an entry of the state on each rank, in rank order
 
 def same_training(
     directory: Path, ranks: int, other_directory: Path, other_ranks: int, tolerance: float | None, rank: Rank
-) -> tuple[str, bool]:
+) -> tuple[str | None, bool]:
     """Compare the floating-point entries of two states, each kept by its own number of ranks.
 
-    Returns the entries that differ, as a text, and whether any entry agrees after its parts were joined.
-
+    Returns the entries that differ, as a text or None, and whether any entry agrees after its parts were joined.
     Only an entry that all ranks share shows a difference: parts that do not fit together may be divided in another way.
     """
     differing: list[str] = []
@@ -430,16 +427,13 @@ def same_training(
                 differing.append(str(entry))
         elif any(_close(*pair, tolerance or 0.0) for pair in _joined(shards, other_shards)):
             agreeing = True
-    return few(sorted(differing), _SHOWN) if differing else "", agreeing
+    return few(sorted(differing), _SHOWN) if differing else None, agreeing
 
 
 def resharded(
     saved: Path, ranks_saved: int, reference: Path, ranks_loaded: int, loaded: Path, rank: Rank
 ) -> dict[StateEntry, str]:
-    """Return the entries whose saved parts are in wrong places after loading, each with a description.
-
-    `saved`: the state that the ranks of the checkpoint had. `loaded`: the state right after loading.
-    """
+    """Return the entries whose parts, as `saved`, are in wrong places right after loading, with descriptions."""
     of_saved, of_right = _parts_of_ranks(saved, ranks_saved), _parts_of_ranks(reference, ranks_loaded)
     of_loaded = _parts_of_ranks(loaded, ranks_loaded)
     misplaced = {}
@@ -447,38 +441,37 @@ def resharded(
         if entry not in of_saved or entry not in of_loaded or (_shared(of_saved[entry]) and _shared(shards)):
             continue
         pairs = enumerate(zip(of_loaded[entry], shards, strict=True))
-        wrong_shards = {index: got for index, (got, expected) in pairs if not _close(got, expected)}
-        if description := wrong_shards and (
-            _single_parts(of_saved[entry], wrong_shards, ranks_loaded) or _other_places(of_saved[entry], wrong_shards)
-        ):
+        if not (wrong_shards := {index: got for index, (got, expected) in pairs if not _close(got, expected)}):
+            continue
+        description = _single_parts(of_saved[entry], wrong_shards, ranks_loaded)
+        if description := description or _other_places(of_saved[entry], wrong_shards):
             misplaced[entry] = f"{entry} on {named(list(wrong_shards))}: {description}"
     return misplaced
 
 
-def _single_parts(saved: Parts, wrong_shards: Mapping[int, torch.Tensor], ranks: int) -> str:
+def _single_parts(saved: Parts, wrong_shards: Mapping[int, torch.Tensor], ranks: int) -> str | None:
     """Recognize ranks that each load the saved part of one rank; `wrong_shards` has the wrong part of each."""
     sources = {}
     for index, got in wrong_shards.items():
         sources[index] = next((n for n, shard in enumerate(saved) if _begins(got, shard)), None)
     if None in sources.values():
-        return ""
+        return None
     loads = ", ".join(f"rank {index} loads the part of rank {source}" for index, source in sources.items())
     return f"{loads}, but {ranks} ranks divide the entry in other places than {len(saved)}"
 
 
-def _other_places(saved: Parts, wrong_shards: Mapping[int, torch.Tensor]) -> str:
+def _other_places(saved: Parts, wrong_shards: Mapping[int, torch.Tensor]) -> str | None:
     """Recognize saved values in other places. Only equal bits count, because many values are similar."""
     saved_values = torch.cat([shard.flatten() for shard in saved])
     values = torch.cat([got.flatten() for got in wrong_shards.values()])
     values = values[values != 0]  # padding
     if not len(values) or not bool(torch.isin(values, saved_values).all()):
-        return ""
+        return None
     return "each value was saved, but in another place: parts were joined in another order, or with their padding"
 
 
 def _parts_of_ranks(directory: Path, ranks: int) -> dict[StateEntry, Parts]:
-    """Return the floating-point entries that every rank has."""
-    states: list[dict[StateEntry, Any]] = [load(directory, index) for index in range(ranks)]
+    states = [load(directory, index) for index in range(ranks)]
     common = [entry for entry in states[0] if all(is_real(state.get(entry)) for state in states)]
     return {entry: [state[entry] for state in states] for entry in common}
 
@@ -510,7 +503,6 @@ def _without_padding(tensor: torch.Tensor, counterpart: torch.Tensor) -> tuple[t
 
 
 def _shared(shards: Parts) -> bool:
-    """Return whether all ranks have the same values; True for one rank."""
     return all(torch.equal(shard, shards[0]) for shard in shards)
 
 

@@ -1,8 +1,8 @@
 """Record the optimizers that step in a rank, the gradients that they apply, and the buffers that DDP broadcasts.
 
 On devices, torch's foreach optimizers compute in place: SGD with Nesterov momentum adds its momentum to `grad`
-(`torch.optim.sgd._multi_tensor_sgd`), and fused optimizers unscale it. On the CPU they leave `grad` alone. So the
-gradient that a gate compares is read before the optimizer runs.
+(torch/optim/sgd.py, _multi_tensor_sgd, torch 2.13), and fused optimizers unscale it. On the CPU they leave `grad`
+alone. So the gradient that a gate compares is read before the optimizer runs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from mgpu_check.torch_hooks.tensors import as_real, digest_of, is_capturing, pla
 class AppliedGradients:
     """Read the gradients of parameters as the optimizer gets them, after all hooks of the user.
 
+    Each `StepRecorder` makes one, tells it of the steps of optimizers, and closes it, which removes its hooks.
+
     Args:
         after: read them as the optimizer leaves them instead.
         traced: whether to keep the history of a parameter.
@@ -52,10 +54,9 @@ class AppliedGradients:
         self._cleared: set[int] = set()
 
     def before_step(self, optimizer: Optimizer, ready: Callable[[Optimizer], None]) -> None:
-        """Call `ready` once the gradients of a step are there: after the user's hooks, or after the closure.
-
-        Call it from a global hook, which torch runs before the hooks of the optimizer.
-        """
+        """Call `ready` once the gradients of a step are there: after the user's hooks, or after the closure."""
+        # The caller is a global hook. Torch runs those first, then the hooks of the optimizer in the order of their
+        # registration (torch/optim/optimizer.py, profile_hook_step, torch 2.13). So a hook that is added now is last.
 
         def take() -> None:
             with _disable_current_modes():  # a mode would perturb the copies
@@ -125,10 +126,8 @@ class AppliedGradients:
         self._stepped.clear()
 
     def history(self, parameter: torch.Tensor) -> str:
-        """Return a checksum of the first value of a parameter and of the gradients that were applied to it, in order.
-
-        Return "" if there is none, or if code without an optimizer may have cleared a gradient that it applied.
-        """
+        """Return a checksum of the first value of a parameter and of the gradients applied to it, in order."""
+        # "" if there is none, or if code without an optimizer may have cleared a gradient that it applied
         return "" if id(parameter) in self._cleared else self._histories.get(id(parameter), "")
 
     def close(self) -> None:
@@ -152,6 +151,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    # Not `to_local`, which makes a view under autograd (torch/distributed/tensor/_api.py, _ToTorchTensor, torch 2.13).
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.detach()
 
@@ -166,10 +166,14 @@ _OWN_COPY: tuple[Kind, str] = "optimizer", "own copy of {}"  # the model compute
 
 
 class CapturedSteps:
-    """The optimizer steps in CUDA graphs: torch calls hooks only during the capture, and not in replays."""
+    """The optimizer steps in CUDA graphs.
+
+    Each `StepRecorder` makes one, and keeps it watching as long as its own context. A replay runs no Python code of the
+    step, so no hook of an optimizer either: they run at the capture only. So `replayed` is called after each replay
+    with each optimizer that has stepped in the graph.
+    """
 
     def __init__(self, replayed: Callable[[Optimizer], None]) -> None:
-        """Call `replayed` after each replay with each optimizer that has stepped in it."""
         self._replayed = replayed
         self.captured: list[Optimizer] = []
 
@@ -193,13 +197,15 @@ class CapturedSteps:
 
 Nudge = Callable[[int, Result, torch.Tensor], None]
 
-
+# The kind of a result, the parameter, and a copy of its gradient or value at an optimizer step.
 _TensorCopy = tuple[Kind, torch.Tensor, torch.Tensor]
-"""The kind of a result, the parameter, and a copy of its gradient or value at an optimizer step."""
 
 
 class StepRecorder:
     """Context that records the optimizers that step, and the buffers that DistributedDataParallel broadcasts.
+
+    `step_runs.observe` makes one for each run, enters it around the steps, ends each of them with `end_call`, and takes
+    the results out afterwards. Torch's hooks and patches call it in between; leaving the context removes them.
 
     Args:
         several: there are other ranks, so the first step of each optimizer is compared with theirs.
@@ -241,7 +247,8 @@ class StepRecorder:
         self.applied.start_histories(value for _, value in parameters_of(self._modules))
         self._stack.enter_context(self._captured.watching())
         patches = self._stack.enter_context(Patches())
-        patches.wrap(torch.autograd, "backward", around(self._backward))  # Tensor.backward calls it, too
+        # Tensor.backward calls this name, too (torch/_tensor.py, backward, torch 2.13).
+        patches.wrap(torch.autograd, "backward", around(self._backward))
         self._stack.callback(self.applied.close)
         self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
@@ -261,7 +268,6 @@ class StepRecorder:
             self._seen.nonlinear |= _is_nonlinear(optimizer)
 
     def _take_gradients(self, optimizer: Optimizer) -> None:
-        """Record, copy and nudge the gradients that an optimizer is about to apply."""
         if self._several and id(optimizer) not in self._optimizers:
             self._take_first_step(optimizer)
         if self._under_way > 1:
@@ -398,8 +404,8 @@ class StepRecorder:
 
     def _states_of_some_ranks(self, held_by_id: dict[int, Held]) -> set[int]:
         """Return the ids of the DTensors whose states cannot be gathered, because some ranks lack them."""
-        whole = (holding.tensor for holding in held_by_id.values() if not holding.local)
-        divided = [tensor for tensor in whole if hasattr(tensor, "device_mesh")]
+        gathered = (holding.tensor for holding in held_by_id.values() if not holding.local)
+        divided = [tensor for tensor in gathered if hasattr(tensor, "device_mesh")]
         states = [[optimizer.state.get(tensor, {}) for optimizer in self._optimizers.values()] for tensor in divided]
         counts = [sum(isinstance(value, torch.Tensor) for own in each for value in own.values()) for each in states]
         least = least_anywhere(list(zip(divided, counts, strict=True)))
@@ -416,8 +422,7 @@ def put(
 ) -> None:
     """Add a result of a tensor that a rank holds to the whole results, or to the pieces.
 
-    `text`: name of the result, with {} for the name of the parameter. `value`: in the shape of the tensor, or in
-    another shape, such as an optimizer's count of steps.
+    `text`: name of the result, with {} for the parameter. `value` may have another shape, as a count of steps has.
     """
     if holding.slices is None:
         values[_whole_result(result_kind, text, holding)] = value
@@ -443,16 +448,13 @@ def _is_nonlinear(optimizer: Optimizer) -> bool:
 
 
 def _unnamed(position: int, group: int) -> str:
-    """Return a name for a parameter of an optimizer that is not in the model."""
     return f"parameter {position} of group {group}"
 
 
 def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
     """Return whether equal gradients prove a reduction; constants and single elements do not."""
     gradient = parameter.grad
-    if gradient is None or hasattr(parameter, "full_tensor"):
-        return False
-    if gradient.layout != torch.strided or gradient.numel() < 2:
+    if gradient is None or hasattr(parameter, "full_tensor") or gradient.layout != torch.strided:
         return False
     real = as_real(gradient.detach())
-    return bool(real.isfinite().all()) and bool(real.min() != real.max())
+    return gradient.numel() > 1 and bool(real.isfinite().all()) and bool(real.min() != real.max())

@@ -106,14 +106,15 @@ def observe(
             call = None if traced else make()
         seed_everything(scenario.seed + 1)
         before = torch.get_rng_state()
-        every = traced or program.reference is not None
-        of_scenario = rank.size > 1, every, scenario.rewritten, histories
+        of_scenario = rank.size > 1, traced or program.reference is not None, scenario.rewritten, histories
         recorder = StepRecorder(holdings, modules, run, deep, nudge, *of_scenario)
         with _default_dtype(double), recorder, around(model, batches):
             call = call or make()  # traced: the calls of the constructor belong to the trace
             for number, batch in enumerate(batches):
                 if number:
-                    gc.collect()  # the hooks of a dropped DistributedDataParallel would still run in the next backward
+                    # A dropped DistributedDataParallel removes its hooks when its reducer is freed
+                    # (pytorch/pytorch#21591). That may be late (pytorch/pytorch#96490), and till then they still run.
+                    gc.collect()
                 returned = call(batch)
                 recorder.end_call()
                 after_step(number, len(batches), modules)
@@ -166,7 +167,7 @@ def _built_again(program: Program, scenario: Scenario, double: bool) -> dict[str
 def _widen(modules: Mapping[str, nn.Module]) -> None:
     """Convert parameters and buffers to float64, or complex128, in place."""
     for module in modules.values():
-        module.double()  # leaves complex values alone
+        module.double()  # leaves complex values alone (torch/nn/modules/module.py, double, torch 2.13)
     for _, _, value, _, _ in named_tensors(modules):
         if value.dtype == torch.complex64:
             value.data = value.data.to(torch.complex128)
@@ -225,10 +226,7 @@ def _before(initial: Mapping[str, torch.Tensor], holding: Held) -> tuple[torch.T
 
 
 def _take(run: ObservedRun, name: Result, value: Any, applied: Mapping[int, torch.Tensor]) -> None:
-    """Record a returned value, part by part.
-
-    `applied`: id of a gradient -> the value that the optimizer applied, if it differs.
-    """
+    """Record a returned value by its parts. `applied`: id of a gradient -> the value that the optimizer applied."""
     if (members := entries(value)) is not None:
         for key, member in members:
             _take(run, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), member, applied)
@@ -272,11 +270,8 @@ def _text(value: Any) -> str:
 
 
 def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> None:
-    """Wait for all ranks after a step, and compare their calls; see `pause`.
-
-    `modules`: modules by prefix of their parameters' names. The gate gathers their sharded gradients, which needs all
-    ranks of the mesh.
-    """
+    """Wait for all ranks after a step, and compare their calls; see `pause`."""
+    # The gate gathers the sharded gradients of the modules, which needs all ranks of the mesh.
     meshes = ((name, getattr(value.grad, "device_mesh", None)) for _, name, value, _, _ in named_tensors(modules))
     sharded = ((name, mesh.mesh.flatten().tolist()) for name, mesh in meshes if mesh is not None)
     slices = [(f"gradient of {name}", tuple(ranks)) for name, ranks in sharded]
@@ -324,8 +319,7 @@ def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool
 
     @contextlib.contextmanager
     def noting(model: Any, batches: Sequence[Any]) -> Iterator[None]:
-        rows = Rows(batches)
-        with NotingLabels(trace.labels), noting_outputs(modules_of(model), trace), traced(model, trace, rows):
+        with NotingLabels(trace.labels), noting_outputs(modules_of(model), trace), traced(model, trace, Rows(batches)):
             yield
 
     with full_precision():

@@ -74,7 +74,8 @@ def _blocks(modules: _Modules) -> Iterator[nn.Module]:
 def _forget_graphs() -> None:
     """Let torch.compile compile all code again: graphs are counted, and recompilations limited."""
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.reset_code_caches()  # `reset` imports Inductor, which takes seconds
+        # Not `reset`, which with CUDA imports Inductor for seconds (torch/_dynamo/__init__.py, reset, torch 2.13).
+        dynamo.reset_code_caches()
 
 
 @contextlib.contextmanager
@@ -117,6 +118,8 @@ def _eager(count: _Count) -> Iterator[None]:
 @contextlib.contextmanager
 def _around_checkpoints(count: _Count, *, keep: bool) -> Iterator[None]:
     """Count the calls that are checkpointed; unless `keep` is set, run them without checkpointing."""
+    # `checkpoint` looks up both names in its module (torch/utils/checkpoint.py, checkpoint, torch 2.13), so a patch
+    # there reaches code that imported `checkpoint` earlier. The composable API has imported the second name for itself.
     reentrant, start = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
@@ -193,6 +196,7 @@ def _narrow(count: _Count, device: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _with_option(option: str, count: _Count, modules: _Modules, device: str, value: bool | None) -> Iterator[None]:
     """Give new optimizers the option with this value, where it is another one; with None, count those that use it."""
+    # Torch takes foreach if neither option is given (torch/optim/optimizer.py, _default_to_fused_or_foreach, 2.13).
     default = option == "foreach" and device in _get_foreach_kernels_supported_devices()
 
     def around(make: Callable[..., None]) -> Callable[..., None]:

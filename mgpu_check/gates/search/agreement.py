@@ -15,7 +15,7 @@ import torch
 from mgpu_check.diagnosis.observations import Expected, ObservedRun, RankTrace, Relations, Result
 from mgpu_check.errors import NotCompared, RankFailure, RankHang
 from mgpu_check.gates.comparison.relations import relations_of
-from mgpu_check.gates.gate_arguments import Program, RanksFixture, raise_unusable
+from mgpu_check.gates.gate_arguments import Program, RanksFixture, first_line, raise_unusable
 from mgpu_check.gates.run.measurement import ROUNDOFF, Variation, alike, rounding_seen, run_varied, wide
 from mgpu_check.gates.run.states import explained_by_rounding
 from mgpu_check.gates.run.step_runs import run_traced
@@ -26,8 +26,8 @@ from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with, with_roundings
 from mgpu_check.processes.rank_lists import few
 
+# How far two configurations may differ: not at all, by rounding, or also by rounding to bfloat16.
 Allowance = Literal["bits", "rounding", "bfloat16"]
-"""How far two configurations may differ: not at all, by rounding, or also by rounding to bfloat16."""
 
 _KEPT = 64  # most runs that are kept for further comparisons
 _PAIR = 2  # most ranks whose sum is the same in any order
@@ -47,17 +47,17 @@ def _kept(kept: dict[tuple[object, ...], _T], key: tuple[object, ...], make: Cal
 class OnRanks:
     """The results of one configuration on its ranks, and how far rounding may move them.
 
-    Attributes:
-        place: the ranks, and their mesh.
+    An `Agreement` makes one for each configuration, and gives it to `PairTrials`, which ask it for the results of a
+    scenario. It keeps the latest `_KEPT` of them.
     """
 
-    def __init__(self, trials: Trials, place: Place) -> None:
-        self.trials, self.place = trials, place
+    def __init__(self, trials: Trials, world: Place) -> None:
+        self.trials, self.world = trials, world
         self._runs: dict[tuple[object, ...], list[ObservedRun]] = {}
         self._measured: dict[tuple[object, ...], Expected] = {}
 
     def case(self, scenario: Scenario) -> Scenario:
-        return replace(scenario, world_size=self.place[0], mesh=self.place[1])
+        return replace(scenario, world_size=self.world[0], mesh=self.world[1])
 
     def run(self, scenario: Scenario, how: Variation | None = None, number: int = 0) -> list[ObservedRun]:
         case = self.case(scenario)
@@ -72,18 +72,12 @@ class OnRanks:
 
     def repeats(self, scenario: Scenario) -> bool:
         """Return whether a second run gives the same bits, and would in any order of the ranks' sums."""
-        axes = [size for _, size in self.place[1]] or [self.place[0]]
-        if max(axes) > _PAIR:
+        if max([size for _, size in self.world[1]] or [self.world[0]]) > _PAIR:
             return False
-        runs, repeated_runs = (self.run(scenario, number=number) for number in range(2))
-        return _same_bits(runs, repeated_runs)
+        return _same_bits(*(self.run(scenario, number=number) for number in range(2)))
 
     def expected(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float = 0.0) -> Expected:
-        """Return the results as those that another configuration must give.
-
-        `deep`: also measure the results of each optimizer step. `roundoff`: unit roundoff of a narrow dtype that the
-        other one may round to.
-        """
+        """Return the results that another configuration must give; `roundoff`: of a narrow dtype that it may use."""
         key = (key_of(self.case(scenario)), deep, effort, roundoff)
         return _kept(self._measured, key, lambda: self._measure(scenario, deep, effort, roundoff))
 
@@ -95,14 +89,12 @@ class OnRanks:
         nudged = (bool(roundoff) or effort is not Effort.PROVISIONAL) and any(run.nonlinear for run in runs)
         spread = deviations(sum(value.numel() for value in single.values()))
         try:
-            pairs = 1 if effort is not Effort.IN_FULL else PAIRS
-            moved = self._perturbed(scenario, spread, pairs, nudged, roundoff)
+            moved = self._perturbed(scenario, spread, PAIRS if effort is Effort.IN_FULL else 1, nudged, roundoff)
             granted = granted_at_least(single, [_finite(run.values) for run in moved], ROUNDOFF, spread)
             exact: _Values = single
             if effort is not Effort.PROVISIONAL:
                 moved_run = self.run(scenario, Variation(1.0, -1, batch_only=True))[0]
-                errors = rounding_seen(runs[0], moved_run) or {}
-                granted = granted_with(granted, single, errors)
+                granted = granted_with(granted, single, rounding_seen(runs[0], moved_run) or {})
             if effort is Effort.IN_FULL:
                 exact = self._exact(scenario, expected)
                 measured = assess(exact, [single], [_finite(run.values) for run in moved], ROUNDOFF, spread)
@@ -110,8 +102,7 @@ class OnRanks:
         except (RankFailure, RankHang) as error:
             exact = single
             granted = {name: torch.full_like(value, explained_by_rounding(value)) for name, value in single.items()}
-            message = (str(error).splitlines() or [type(error).__name__])[0]
-            remark = f"tolerances are estimates, because a perturbed run failed: {message}"
+            remark = f"tolerances are estimates, because a perturbed run failed: {first_line(error)}"
             expected.remarks.append(remark)
             self.trials.ranks._remark(f"{self.trials.program.gate}: {self.trials.name}: {remark}")
         values = wide(runs[0].values).items()
@@ -126,7 +117,6 @@ class OnRanks:
     def _perturbed(
         self, scenario: Scenario, spread: float, pairs: int, nudged: bool, roundoff: float
     ) -> list[ObservedRun]:
-        """Return the results of perturbed runs that are comparable with the run without perturbation."""
         how = [Variation(sign * spread, pair) for pair in range(pairs) for sign in (1, -1)]
         if nudged:
             how += [Variation(spread, pair, nudged=True, roundoff=roundoff) for pair in range(pairs)]
@@ -170,13 +160,8 @@ class OnRanks:
 class PairTrials(Trials):
     """The trials of one configuration against another one, on the ranks of each.
 
-    Args:
-        own: the configuration.
-        base: the other configuration.
-        allowance: how far the two may differ.
-
-    Attributes:
-        effects: how often the switch of the configuration had an effect.
+    `WithoutOneDevice` makes one for each pair that it compares, and `OnSwitch` one for each setting of its switch.
+    `effects` counts how often the switch of the configuration had an effect.
     """
 
     one_device = False
@@ -188,20 +173,15 @@ class PairTrials(Trials):
         self._allowance = allowance
         self._expectations.alone = False
         self.effects = 0
-
-    @property
-    def of_switch(self) -> bool:
-        """True if both are the same configuration, with an option on and off."""
-        return self.program.switch is not None or self.base.trials.program.switch is not None
+        self.of_switch = (trials.program.switch or base.trials.program.switch) is not None
 
     def on_ranks(self, scenario: Scenario, all_values: bool = False, histories: bool = False) -> list[ObservedRun]:
         """Run the step, and count the effects of its switch; do not run it again to compare it with itself."""
         if self.own is self.base and scenario.place in self._repeated:
             return self.base.run(scenario)
         runs = super().on_ranks(scenario, all_values, histories)
-        switch = self.program.switch
         # Autocast may narrow nothing; then it changes no bit.
-        if switch != Switch("bfloat16", on=True) or not _same_bits(runs, self.base.run(scenario)):
+        if self.program.switch != Switch("bfloat16", on=True) or not _same_bits(runs, self.base.run(scenario)):
             self.effects += max(run.switched for run in runs)
         return runs
 
@@ -275,17 +255,18 @@ class Disagreement:
     """A case that shows a disagreement of configurations."""
 
     verdict: str  # which of them disagree, in words
-    # The failed comparisons, each with its trials, the most telling first. Without a control there is one in each
-    # direction.
-    failures: Sequence[tuple[Trials, Trial]]
-    # The configurations that agree with each other; empty if they were compared with one device.
-    groups: Sequence[Sequence[str]] = ()
+    failures: Sequence[tuple[Trials, Trial]]  # the most telling first; without a control, one in each direction
+    groups: Sequence[Sequence[str]] = ()  # those that agree with each other; empty if compared with one device
     control: bool = True  # whether something shows which configuration is wrong
 
 
 @dataclass
 class Agreement(abc.ABC):
-    """Configurations of one step that run the same cases."""
+    """Configurations of one step that run the same cases.
+
+    `assert_steps_agree` makes one, and another for each configuration with `axes`. Hypothesis, by `smallest_failure`,
+    calls `run` for each case; then the gate finishes the trials of `comparisons`.
+    """
 
     ranks: RanksFixture
     programs: Mapping[str, Program]  # the configurations by name
@@ -378,6 +359,8 @@ class OnOneDevice(Agreement):
 
 
 class WithoutOneDevice(Agreement):
+    """Configurations that are compared in pairs: each with the first, and in groups if some differ from it."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.on_ranks = {name: OnRanks(trials, self.places[name]) for name, trials in self.trials.items()}
@@ -442,6 +425,8 @@ class WithoutOneDevice(Agreement):
 
 
 class OnSwitch(Agreement):
+    """One configuration that is compared with itself, with an option switched; `switch` begins another comparison."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         (self.name,) = self.programs
@@ -464,8 +449,7 @@ class OnSwitch(Agreement):
 
     def _run(self, scenario: Scenario) -> Disagreement | None:
         if self._switch.on is None:
-            case = self._placed(self.name, scenario)
-            return self._failed(self.switched, self.name, case, self.switched.on_ranks)
+            return self._failed(self.switched, self.name, self._placed(self.name, scenario), self.switched.on_ranks)
         trial = self._tried(self.switched, self.name, scenario)
         if trial is None:
             return None

@@ -20,7 +20,7 @@ from typing import Any, cast
 from mgpu_check.diagnosis.evidence import HashSeeds
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang, ScalingMismatch
-from mgpu_check.gates.gate_arguments import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture, first_line
 from mgpu_check.processes import environments
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import few
@@ -38,8 +38,8 @@ def sets_used(functions: Iterable[object]) -> list[str]:
     descriptions: dict[str, None] = {}
     for code in _reached(functions):
         if (line := _line_of_set(code)) is not None:
-            names = reversed([code.co_name, *code.co_qualname.split(".")])
-            name = next(name for name in names if "<" not in name)
+            identifiers = reversed([code.co_name, *code.co_qualname.split(".")])
+            name = next(identifier for identifier in identifiers if "<" not in identifier)
             descriptions[f"{name} ({relative(code.co_filename)}:{line})"] = None
     return list(descriptions)
 
@@ -52,8 +52,8 @@ def _line_of_set(code: types.CodeType) -> int | None:
         constant = isinstance(instruction.argval, frozenset) and instruction.opname == "LOAD_CONST"
         contained = following is not None and following.opname == "CONTAINS_OP"
         named = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in _NAMES
-        made = instruction.opname in _INSTRUCTIONS or (views and operator in _OPERATIONS)
-        if named or made or (constant and not contained):
+        builds = instruction.opname in _INSTRUCTIONS or (views and operator in _OPERATIONS)
+        if named or builds or (constant and not contained):
             return instruction.positions.lineno if instruction.positions is not None else code.co_firstlineno
     return None
 
@@ -93,7 +93,7 @@ def _reached(functions: Iterable[object]) -> Iterator[types.CodeType]:
 def _unwrapped(function: Any) -> Any:
     try:
         return inspect.unwrap(function)
-    except ValueError:  # it wraps itself
+    except ValueError:  # it wraps itself (Lib/inspect.py, unwrap, Python 3.11)
         return function
 
 
@@ -145,14 +145,12 @@ def with_seeds_apart(
     """Judge a case again with different hash seeds, if the code under test uses sets.
 
     A failure counts only if it occurs twice, and if the same case passes in between with one seed. A hang counts at
-    once, because waiting for it twice takes too long.
-
-    Args:
-        judge: runs the case on the given ranks and raises an error if it fails; it has passed with one hash seed.
+    once, because waiting for it twice takes too long. `judge` runs the case on the given ranks and raises an error if
+    it fails; it has passed with one hash seed.
     """
     if ranks._seeds_apart or not (set_users := sets_used(functions)):
         return
-    if seed := environments.given(os.environ):
+    if seed := environments.fixed_seed(os.environ):
         ranks._remark(
             f"{gate}: different hash seeds on ranks were not tried, because {environments.VARIABLE}={seed} fixes "
             "the seed"
@@ -167,7 +165,7 @@ def with_seeds_apart(
         return  # the failure is intermittent, and does not depend on the seeds
     from mgpu_check.diagnosis.rules.order import findings_of_hash_seeds  # here, because few gates need its rules
 
-    headline = (str(failed).splitlines() or [type(failed).__name__])[0]
+    headline = first_line(failed)
     summary = (
         f"the case passes if all ranks share one hash seed; with a seed for each rank, {headline[:_LONGEST]}; sets are "
         f"used in {few(set_users, _SHOWN)}"
@@ -196,7 +194,7 @@ def _failure(judge: Callable[[RanksFixture], None], ranks: RanksFixture) -> Base
 
 
 class _Apart:
-    """The fixture `ranks`, with different hash seeds on the ranks of one world."""
+    """The fixture `ranks`, with different hash seeds on the ranks of one world, for the length of one judgement."""
 
     def __init__(self, ranks: RanksFixture) -> None:
         self._ranks = ranks

@@ -19,8 +19,8 @@ from hypothesis.reporting import with_reporter
 from mgpu_check.errors import RankHang
 from mgpu_check.gates.search.scenarios import CHANGES, Mesh, Scenario, samples_in
 
+# Batch sizes to try, as a user specifies them.
 Sizes = st.SearchStrategy[int] | int | Iterable[int] | str | Callable[[int], "st.SearchStrategy[int]"] | None
-"""Batch sizes to try, as a user specifies them."""
 
 SEVERAL_STEPS = "several steps"  # the family that is skipped if the step does not change the model
 
@@ -88,7 +88,8 @@ def families(
         for size_kind, share in (("divisible", 0.5),) if sizes == _DIVISIBLE else kinds:
             shares.append((size_kind, scenario(size_kind, among=(world,)), share / len(worlds)))
     shares.sort(key=lambda entry: _KINDS.index(entry[0]) if entry[0] in _KINDS else 0)
-    # Hypothesis starts with the first size, and a small family may try no other: give each family another first size.
+    # Hypothesis tries the simplest case first (hypothesis/internal/conjecture/engine.py, generate_new_test_cases,
+    # Hypothesis 6.170), so a small family may try no size but the first: give each family another first size.
     shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS), first_per_rank=2), 0.15))
     for number, change in enumerate(CHANGES):
         shares.append((change, scenario(changes=(change,), first_per_rank=1 + (number + 2) % _MOST_PER_RANK), 0.08))
@@ -96,10 +97,7 @@ def families(
 
 
 def _sizes(sizes: Sizes, micro_batches: int) -> Callable[[int, str, int], st.SearchStrategy[int]]:
-    """Return a function to a strategy of sizes, which may be empty.
-
-    The arguments are the world size, the kind, and the samples per rank of the first divisible size.
-    """
+    """Return a function from world size, kind, and samples per rank of the first size, to a strategy of sizes."""
     if sizes is None:
         return _any_size
     if sizes == _DIVISIBLE:
@@ -180,8 +178,8 @@ def smallest_failure(
     trials: Tries[Failed], scenarios: st.SearchStrategy[Scenario], examples: int, most_shrinks: int = _MOST_SHRINKS
 ) -> Failed | None:
     """Return the smallest failure that Hypothesis finds; None if all scenarios pass, or none can be drawn."""
-    found: list[Failed] = []
-    left = most_shrinks
+    failures: list[Failed] = []
+    shrinks_left = most_shrinks
 
     @hypothesis.settings(
         max_examples=examples,
@@ -195,20 +193,20 @@ def smallest_failure(
     )
     @hypothesis.given(scenarios)
     def try_one(scenario: Scenario) -> None:
-        nonlocal left
-        if found:
-            left -= 1
-            if left < 0 and not trials.knows(scenario):
+        nonlocal shrinks_left
+        if failures:
+            shrinks_left -= 1
+            if shrinks_left < 0 and not trials.knows(scenario):
                 return
         try:
             trial = trials.run(scenario)
         except RankHang:
-            if not found:
+            if not failures:
                 raise
-            left = 0  # stop shrinking: each hang takes the whole deadline
+            shrinks_left = 0  # stop shrinking: each hang takes the whole deadline
             return
         if trial is not None:
-            found.append(trial)
+            failures.append(trial)
             raise _ScenarioFailed
 
     with with_reporter(lambda text: None):  # the gate reports the failing example in more detail
@@ -217,9 +215,9 @@ def smallest_failure(
         except Unsatisfiable:
             return None
         except (_ScenarioFailed, Flaky):  # an intermittent failure is a failure
-            if not found:
+            if not failures:
                 raise
-            return found[-1]
+            return failures[-1]
     return None
 
 

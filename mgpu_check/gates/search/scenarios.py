@@ -122,7 +122,10 @@ CHANGES = ("scaled", "ragged", "sorted", "duplicated", "permuted")
 
 @dataclass(frozen=True)
 class Scenario:
-    """One case: the ranks, the batches and the seed of a run."""
+    """One case: the ranks, the batches and the seed of a run.
+
+    Hypothesis draws it in the pytest process (`families`), `Trials` may adapt it, and ranks make their batches from it.
+    """
 
     world_size: int
     samples: int  # samples in each global batch; in the first one if batches are drawn
@@ -152,11 +155,7 @@ class Scenario:
         return case
 
 
-_REDRAWS = 32
-"""Most draws of lengths.
-
-Two samples with four possible lengths tie in a quarter of the draws, so 32 draws hardly all tie.
-"""
+_REDRAWS = 32  # of lengths: two samples with four possible lengths tie in a quarter of the draws, so hardly all 32 tie
 _IGNORED = -100  # the label that torch's losses ignore by default
 
 
@@ -169,10 +168,7 @@ def make_batches(
     factor: float,
     seed: int,
 ) -> list[Any]:
-    """Return the global batch of each step.
-
-    Equal arguments give equal batches if the user's function is deterministic.
-    """
+    """Return the global batch of each step: the same for equal arguments, if the user's function is deterministic."""
     batches = []
     for step in range(steps):
         seed_everything(1000 * seed + step)
@@ -184,10 +180,7 @@ def make_batches(
 
 
 def samples_in(batch: Any) -> int:
-    """Return the most frequent length of the first dimension among the tensors of a batch.
-
-    On a tie the first tensor decides. 0 for a batch without tensors that have a dimension.
-    """
+    """Return the most frequent length of the first dimension among the tensors of a batch, the first one on a tie."""
     lengths = [leaf.shape[0] for leaf in tensors_of(batch) if leaf.dim()]
     return max(lengths, key=lengths.count) if lengths else 0
 
@@ -218,15 +211,15 @@ def changed(batch: Any, change: str, *, factor: float = 1024.0, seed: int = 0) -
     return with_tensors(batch, [new.get(number, leaf) for number, leaf in enumerate(leaves)])
 
 
-def _order(change: str, first: torch.Tensor | None, count: int, generator: torch.Generator) -> torch.Tensor:
+def _order(change: str, leaf: torch.Tensor | None, count: int, generator: torch.Generator) -> torch.Tensor:
     if change == "permuted":
         return torch.randperm(count, generator=generator)
     if change == "duplicated":
         return torch.arange(count) % max(1, (count + 1) // 2)
     assert change == "sorted", change
-    if first is None or not first.numel() or first.is_complex():
+    if leaf is None or not leaf.numel() or leaf.is_complex():
         return torch.arange(count)
-    return first.reshape(count, -1)[:, 0].argsort(stable=True)
+    return leaf.reshape(count, -1)[:, 0].argsort(stable=True)
 
 
 def _ragged(padded: Mapping[int, torch.Tensor], count: int, generator: torch.Generator) -> dict[int, torch.Tensor]:
@@ -251,8 +244,9 @@ def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tens
     """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides."""
     for _ in range(_REDRAWS + 1):
         lengths = torch.randint(1, longest + 1, (count,), generator=generator)
-        parts = [k for k in (2, 3, 4) if k <= count]
-        divisions = [*([lengths[i::k] for i in range(k)] for k in parts), *map(lengths.tensor_split, parts)]
+        world_sizes = [k for k in (2, 3, 4) if k <= count]
+        strides = ([lengths[i::k] for i in range(k)] for k in world_sizes)
+        divisions = [*strides, *map(lengths.tensor_split, world_sizes)]
         if all(len({int(share.sum()) for share in division}) > 1 for division in divisions):
             break
     return lengths

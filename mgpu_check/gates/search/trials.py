@@ -22,18 +22,8 @@ from mgpu_check.errors import RankDied, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.comparison.coverage import ParameterCoverage, PassLimits
 from mgpu_check.gates.comparison.relations import relations_of, repeats
 from mgpu_check.gates.gate_arguments import Program, RanksFixture, is_class, raise_unusable, wants_world_size
+from mgpu_check.gates.run import measurement
 from mgpu_check.gates.run.hypotheses import left_on_cpu
-from mgpu_check.gates.run.measurement import (
-    LARGE,
-    RUNS,
-    largest_factor,
-    measure,
-    measure_in_parts,
-    measure_provisionally,
-    measure_slightly_moved,
-    of_parts,
-    rounding_seen,
-)
 from mgpu_check.gates.run.shards import assembled, holders_of
 from mgpu_check.gates.run.step_runs import run_step, run_traced_alone
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
@@ -44,8 +34,7 @@ from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.switches import some_threads
 from mgpu_check.torch_hooks.tensors import digest_of
 
-Tolerance = float | Mapping[str, float] | None
-"""The tolerance of the user, for all tensors or by name; None to measure it."""
+Tolerance = float | Mapping[str, float] | None  # of the user, for all tensors or by name; None to measure it
 
 _KEPT = 64  # most scenarios whose expected results are kept for other world sizes
 _KEPT_ELEMENTS = 100_000_000  # most elements of all kept results together: they take less than a gigabyte
@@ -65,17 +54,16 @@ class Effort(Enum):
 class Expectations:
     """The results of one device for each scenario of one program.
 
-    Attributes:
-        alone: whether the step can run alone in its world; True until it fails there.
+    Each `Trials` makes one, and asks it for each scenario that it tries. It measures on ranks that are alone in their
+    world, and keeps the latest results. `alone` is True until the step fails alone in its world.
     """
 
     def __init__(self, ranks: RanksFixture, program: Program) -> None:
         self._ranks, self._program = ranks, program
         self.alone = True
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
+        # Elements of the results, if ranks share the runs of this step; 0 if one rank does all; None before the first.
         self._elements: int | None = None
-        """Elements of the results, if ranks share the runs of this step; 0 if one rank does all runs; None before the
-        first."""
 
     def of(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return the results of one device; measure them once for all world sizes."""
@@ -85,7 +73,7 @@ class Expectations:
         if expected is None and effort is not Effort.IN_FULL:
             expected = self._provisional((case, "provisionally"), scenario, effort)
         if expected is None:  # not measured yet, or the provisional measurement is inconclusive
-            expected = self._kept((case, deep), scenario, measure, deep)
+            expected = self._kept((case, deep), scenario, measurement.measure, deep)
         assert expected is not None
         if isinstance(expected, RankFailure):
             raise expected
@@ -94,10 +82,10 @@ class Expectations:
     def _provisional(
         self, key: tuple[object, ...], scenario: Scenario, effort: Effort
     ) -> Expected | RankFailure | None:
-        expected = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
+        expected = self._expected.get(key) or self._kept(key, scenario, measurement.measure_provisionally)
         if effort is Effort.WIDENED and isinstance(expected, Expected) and not expected.widened:
-            moved_run = self._ranks.run(measure_slightly_moved, self._program, scenario, size=1)[0]
-            errors = rounding_seen(expected.single, moved_run)
+            moved_run = self._ranks.run(measurement.measure_slightly_moved, self._program, scenario, size=1)[0]
+            errors = measurement.rounding_seen(expected.single, moved_run)
             if errors is None:
                 return None
             expected.tolerance = granted_with(expected.tolerance, expected.exact, errors)
@@ -124,7 +112,10 @@ class Expectations:
         return 3 * sum(value.numel() for expected in kept for value in expected.single.values.values())
 
     def _measured(self, scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool) -> Expected | None:
-        if measuring is measure_provisionally and (together := self._measured_together(scenario)) is not None:
+        if (
+            measuring is measurement.measure_provisionally
+            and (together := self._measured_together(scenario)) is not None
+        ):
             return together
         try:
             expected: Expected | None = self._ranks.run(measuring, self._program, scenario, *how, self.alone, size=1)[0]
@@ -134,9 +125,9 @@ class Expectations:
             # Parallel code may hang or die at world size 1; with a reference it need not run there.
             self.alone = False
             return self._measured(scenario, measuring, *how)
-        if measuring is measure_provisionally and expected is not None and self._elements is None:
+        if measuring is measurement.measure_provisionally and expected is not None and self._elements is None:
             elements = sum(value.numel() for value in expected.single.values.values())
-            large = elements >= LARGE and not expected.single.nonlinear and self._ranks._at_once > 1
+            large = elements >= measurement.LARGE and not expected.single.nonlinear and self._ranks._at_once > 1
             self._elements = elements if large else 0
         return expected
 
@@ -145,16 +136,17 @@ class Expectations:
         elements = self._elements
         if not elements or (self._program.reference is not None and scenario.change):
             return None
-        count = min(len(RUNS), self._ranks._at_once)
-        shares = [RUNS[offset::count] for offset in range(count)]
+        count = min(len(measurement.RUNS), self._ranks._at_once)
+        shares = [measurement.RUNS[offset::count] for offset in range(count)]
         arguments = [(self._program, scenario, runs, elements) for runs in shares]
         try:
-            done = self._ranks._run_apart(measure_in_parts, arguments)
+            done = self._ranks._run_apart(measurement.measure_in_parts, arguments)
         except RankDied:  # memory may suffice for one rank and not for several
             self._elements = 0
             return None
-        parts = {run: part for runs, own in zip(shares, done, strict=True) for run, part in zip(runs, own, strict=True)}
-        expected = of_parts(self._program, [parts[run] for run in RUNS], elements)
+        pairs = [pair for runs, own in zip(shares, done, strict=True) for pair in zip(runs, own, strict=True)]
+        run_parts = dict(pairs)
+        expected = measurement.of_parts(self._program, [run_parts[run] for run in measurement.RUNS], elements)
         if expected is None:
             self._elements = 0
         return expected
@@ -196,6 +188,9 @@ class Trial:
 class Trials:
     """The trials of one program, each scenario once.
 
+    A gate makes one. Hypothesis, by `smallest_failure`, calls `run` for each case that it draws. After a failure,
+    `failure_of` runs the case again through it. If all cases pass, the gate calls `finish`.
+
     Attributes:
         completed: number of scenarios that were compared, by world size and mesh.
         passed: the first scenario on several ranks that passed.
@@ -205,10 +200,12 @@ class Trials:
         one_device: whether results are compared with one device.
         is_ambiguous: the values of parameters do not show which slices some rank holds.
         against: what they are compared with.
+        of_switch: both sides are the same configuration, with an option on and off.
     """
 
     one_device = True
     against = PARITY
+    of_switch = False
 
     def __init__(
         self, ranks: RanksFixture, program: Program, kinds: Collection[str], tolerance: Tolerance, name: str
@@ -298,17 +295,13 @@ class Trials:
         return expected
 
     def _tried(self, scenario: Scenario, expected: Expected, runs: list[Sequence[ObservedRun]]) -> Relations:
-        """Compare the results of the ranks with one device, and with a second run.
-
-        `runs`: the results of the runs of this scenario so far. Missing runs are made and added. The second run is
-        kept, too, because an intermittent difference may not occur again.
-        """
+        """Compare the results of the ranks with one device, and with a second run. Missing runs are added to `runs`."""
         if not runs:
             runs.append(self.on_ranks(scenario))
         self._check(expected, runs[0])
         relations = self.compared(expected, runs[0])
-        final = not expected.provisional  # a better measurement may still accept the values of rank 0
-        if not relations.holds and not _have_values(runs) and (final or relations.split):
+        # A better measurement than a provisional one may still accept the values of rank 0.
+        if not (relations.holds or _have_values(runs)) and (relations.split or not expected.provisional):
             # Checksums only show that ranks differ; values show by how much.
             runs[:] = [self.on_ranks(scenario, all_values=True)]
             relations = self.compared(expected, runs[0])
@@ -316,24 +309,20 @@ class Trials:
             # Replicas that were updated alike must not drift, not even by rounding.
             runs[:] = [self.on_ranks(scenario, all_values=True, histories=True)]
             relations = self.compared(expected, runs[0])
-        told_apart = (
-            scenario.apart or not self.is_ambiguous
-        )  # if False, the scenario is tried again with distinct values
-        if relations.holds and told_apart:
+        if relations.holds and (scenario.apart or not self.is_ambiguous):  # else it is tried with distinct values
             self.coverage.add(scenario, expected, relations)
-        if relations.holds and (len(runs) > 1 or scenario.place not in self._repeated):
-            repeated = self._repeat(scenario, expected, runs, relations)
-            if repeated or not expected.provisional:
-                self._repeated.add(scenario.place)
+        due = relations.holds and (len(runs) > 1 or scenario.place not in self._repeated)
+        if due and (self._repeat(scenario, expected, runs, relations) or not expected.provisional):
+            self._repeated.add(scenario.place)
         return relations
 
     def _repeat(
         self, scenario: Scenario, expected: Expected, runs: list[Sequence[ObservedRun]], relations: Relations
     ) -> bool:
         if len(runs) == 1:
-            runs.append(self.on_ranks(scenario))
+            runs.append(self.on_ranks(scenario))  # kept, too: an intermittent difference may not occur again
             pairs = zip(*runs, strict=True)
-            alike = all(run.digests == again.digests and run.rng == again.rng for run, again in pairs)
+            alike = all(run.digests == repeated.digests and run.rng == repeated.rng for run, repeated in pairs)
             if not alike and not _have_values(runs):
                 runs[:] = [self.on_ranks(scenario, all_values=True) for _ in range(2)]
         repeats(relations, expected, runs[0], runs[1], self.tolerance)
@@ -350,13 +339,15 @@ class Trials:
         self._effects |= bool(first_run.touched | single.touched)
         self.trains |= expected.by_reference and "params" in first_run.touched
         if (expected.by_reference or not self.one_device) and "returned" in self.kinds:
-            several = ((*run.values, *run.others) for run in (first_run, single))
-            here, there = ({name.label for name in names if name.kind == "returned"} for names in several)
-            if here != there:
+            returned, expected_labels = (
+                {name.label for name in (*run.values, *run.others) if name.kind == "returned"}
+                for run in (first_run, single)
+            )
+            if returned != expected_labels:
                 counterpart = "the reference" if self.one_device else self.against
                 raise ValueError(
-                    f"{gate}: {self.name} returns {_listed(here)}, and {counterpart} {_listed(there)}; return the same "
-                    "names from both, or leave them out with observe="
+                    f"{gate}: {self.name} returns {_listed(returned)}, and {counterpart} {_listed(expected_labels)}; "
+                    "return the same names from both, or leave them out with observe="
                 )
         if not any(name.kind in self.kinds for name in (*first_run.values, *first_run.others)):
             raise ValueError(
@@ -394,10 +385,8 @@ class Trials:
         return self.ranks.run(by, program, scenario, *how, size=size)
 
     def assembled(self, scenario: Scenario, runs: Sequence[ObservedRun]) -> list[ObservedRun]:
-        """Return the results of ranks, with divided results assembled from their pieces.
-
-        A rank that used a parameter in some case of this world size or mesh counts as a holder of it in all of them.
-        """
+        """Return the results of ranks, with divided results assembled from their pieces."""
+        # A rank that used a parameter in some case of this world size or mesh counts as a holder of it in all of them.
         holders = self._holders.setdefault(scenario.place, {})
         now = holders_of(runs)
         for name, ranks in now.items():
@@ -417,13 +406,13 @@ class Trials:
     def finish(self, places: Sequence[tuple[int, Mesh]], unjudged: Mapping[str, str]) -> None:
         """Check that each world size or mesh was compared, and every trained parameter."""
         gate = self.program.gate
-        for place in places:
-            if self.completed[place]:
+        for world in places:
+            if self.completed[world]:
                 continue
-            location = where_is(*place)
-            if place in self._refusals:
+            location = where_is(*world)
+            if world in self._refusals:
                 reason = (
-                    f"nothing was compared at {location}, because {self.name} {self._refusals[place]}; so it was for "
+                    f"nothing was compared at {location}, because {self.name} {self._refusals[world]}; so it was for "
                     "every batch that was tried"
                 )
                 if self._cause is None:
@@ -456,7 +445,9 @@ class Trials:
             # Code for several ranks, such as a pipeline, may fail at world size 1.
             with contextlib.suppress(RankFailure, RankHang):
                 if self._expectations.alone:
-                    self._factor = self.ranks.run(largest_factor, self.program, plain, size=1)[0] or scenario.factor
+                    self._factor = (
+                        self.ranks.run(measurement.largest_factor, self.program, plain, size=1)[0] or scenario.factor
+                    )
         return replace(scenario, factor=self._factor)
 
 

@@ -126,8 +126,8 @@ _LAYOUTS_WITHOUT_GLOO = {
 }
 
 
-def left_out(call: CollectiveCall) -> str:
-    """Return why the tests omit a call; "" if its result must be correct."""
+def left_out(call: CollectiveCall) -> str | None:
+    """Return why the tests omit a call; None if its result must be correct."""
     dtype, op = call.dtype, call.op
     if call.layout == "channels_last" and dtype in _COMPLEX:
         return "torch passes them as real numbers in five dimensions, which are not contiguous"
@@ -136,7 +136,7 @@ def left_out(call: CollectiveCall) -> str:
     if call.function in COPYING:
         if call.function == "gather" and dtype in _COMPLEX:
             return "torch does not view complex numbers as real ones for gather"
-        return ""
+        return None
     if dtype not in REDUCED:
         return "torch refuses to reduce it"
     if op in _BITWISE and dtype not in (*INTEGERS, "bool"):
@@ -147,29 +147,29 @@ def left_out(call: CollectiveCall) -> str:
         return "a fraction of integers is not defined"
     if op in ("PRODUCT", "MIN", "MAX") and dtype in _COMPLEX:
         return "torch reduces complex numbers as pairs of real ones, by sums only"
-    return ""
+    return None
 
 
-def _gloo_does_not_take(call: CollectiveCall) -> str:
+def _gloo_does_not_take(call: CollectiveCall) -> str | None:
     if reason := _LAYOUTS_WITHOUT_GLOO.get((call.function, call.layout)):
         return reason
     if call.function in COPYING:
-        return "gloo has no float8" if call.dtype not in REDUCED else ""
-    return "gloo has no PREMUL_SUM" if call.op == "PREMUL_SUM" else ""
+        return "gloo has no float8" if call.dtype not in REDUCED else None
+    return "gloo has no PREMUL_SUM" if call.op == "PREMUL_SUM" else None
 
 
-def _no_device_takes(call: CollectiveCall) -> str:
-    if call.function == "scatter" and call.layout == "gaps":
+def _no_device_takes(call: CollectiveCall) -> str | None:
+    if call.function == "scatter" and call.layout == "gaps":  # pytorch/pytorch#107352
         return "the scatter of views with gaps silently ignores the gaps: a defect of torch"
     if call.function.startswith("reduce_scatter") and call.dtype in _COMPLEX:
         return "torch does not view complex numbers as real ones for NCCL's reduce_scatter"
     if call.function in COPYING:
-        return ""
+        return None
     if call.op in _BITWISE:
         return "NCCL has no bitwise operations"
     if call.op == "PREMUL_SUM" and call.dtype == "bfloat16":
         return "torch passes NCCL the factor as float32, and NCCL reads only the half that is zero: pytorch#190745"
-    return ""
+    return None
 
 
 @dataclass(frozen=True)
@@ -283,14 +283,15 @@ class WrongResult:
         expected: torch.Tensor,
         mismatches: torch.Tensor,
         looks: str = "",
-        label: str = "",
+        label: str | None = None,
     ) -> WrongResult:
         """Describe the wrong elements of a vector; `mismatches` is their mask."""
         index = int(mismatches.nonzero()[0])
         text = f"element {index}: got {got[index].item()!r}, expected {expected[index].item()!r}"
         dtype = str(got.dtype).removeprefix("torch.")
         count = f"{int(mismatches.sum())} of {got.numel()} elements of {dtype} are wrong"
-        return cls(call, f"{label}: " * bool(label) + "; ".join(filter(None, (text, count, looks))))
+        description = "; ".join(filter(None, (text, count, looks)))
+        return cls(call, f"{label}: {description}" if label else description)
 
 
 def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> None:

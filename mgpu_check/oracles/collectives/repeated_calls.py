@@ -41,7 +41,7 @@ from mgpu_check.torch_hooks.tensors import as_bits, name_of
 Tensors = Sequence[torch.Tensor]
 
 
-def named(name: str, *, older: bool = False) -> Callable[..., Any]:
+def collective_named(name: str, *, older: bool = False) -> Callable[..., Any]:
     """Return a collective under the name that this version of torch does not deprecate, or under the older name."""
     function: Callable[..., Any] = (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
     return function
@@ -49,7 +49,7 @@ def named(name: str, *, older: bool = False) -> Callable[..., Any]:
 
 def coalescing(group: Any, device: torch.device, *, asynchronous: bool) -> Any:
     """Return the context that puts collectives of a device together; it is waited for if it is asynchronous."""
-    # A private name, because there is no public one yet; libraries use it too.
+    # A private name: torch has no public one (torch/distributed/distributed_c10d.py, torch 2.13).
     return dist.distributed_c10d._coalescing_manager(group, device, async_ops=asynchronous)
 
 
@@ -72,7 +72,7 @@ def called(
         (list(operands[parameter]) or None) if is_list(parameter) else operands[parameter][0]
         for parameter in _order(name)
     ]
-    return named(name, older=older)(*tensors, *splits, **options)
+    return collective_named(name, older=older)(*tensors, *splits, **options)
 
 
 @functools.cache
@@ -403,6 +403,8 @@ class _IterationResult:
 
 
 class _Examination:
+    """The calls of one case on this rank. `views_of` makes it when the group exists, and runs it once."""
+
     def __init__(
         self,
         rank: Rank,
@@ -546,16 +548,8 @@ class _Examination:
         if not failures:
             return None
         head, sources = failures[0][1], tuple(source for source, _ in failures)
-        return WrongIteration(
-            result.iteration,
-            sum(off.count for _, off in failures),
-            got.nbytes,
-            head.first,
-            head.looks,
-            sources,
-            head.evidence["got"],
-            head.evidence["expected"],
-        )
+        count, values = sum(off.count for _, off in failures), (head.evidence["got"], head.evidence["expected"])
+        return WrongIteration(result.iteration, count, got.nbytes, head.first, head.looks, sources, *values)
 
 
 LIMIT = 0.25

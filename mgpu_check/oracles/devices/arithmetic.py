@@ -88,9 +88,7 @@ def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
 
 
 @dataclass
-class _SeenResults:
-    """The results of a case so far."""
-
+class _Results:
     summary: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
     done: int = 0
@@ -107,7 +105,7 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
         except CaseUnsupported as error:
             return [Observation("compute", subject, "skipped", str(error), str(case))]
         reference = prepared.call()
-        tally = _SeenResults(done=1)
+        tally = _Results(done=1)
         if prepared.judge is not None and (evidence := prepared.judge(reference)):
             tally.mismatches, tally.evidence = 1, evidence
             suffix = f" of {evidence['products'][0]}" if "products" in evidence else ""
@@ -124,7 +122,7 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     return [entry, *rate, Ballot(case, digest(reference))]
 
 
-def _repeat(case: ComputeCase, prepared: Prepared, reference: torch.Tensor, tally: _SeenResults) -> None:
+def _repeat(case: ComputeCase, prepared: Prepared, reference: torch.Tensor, tally: _Results) -> None:
     """Repeat the operation up to the case's repeats or seconds, and compare each result with the first."""
     drawn = random.Random(case.seed)
     expected_bits = bits(reference)
@@ -149,7 +147,7 @@ def _repeat(case: ComputeCase, prepared: Prepared, reference: torch.Tensor, tall
 
 
 def _timed(
-    case: ComputeCase, prepared: Prepared, count: int, device: torch.device, tally: _SeenResults
+    case: ComputeCase, prepared: Prepared, count: int, device: torch.device, tally: _Results
 ) -> list[torch.Tensor]:
     """Run the operation `count` times. A timed case measures each operation of its first batch separately."""
     watch, results = Stopwatch(device), []
@@ -167,7 +165,7 @@ def _timed(
     return results
 
 
-def _differs(tally: _SeenResults, number: int, result: torch.Tensor, reference: torch.Tensor) -> None:
+def _differs(tally: _Results, number: int, result: torch.Tensor, reference: torch.Tensor) -> None:
     tally.mismatches += 1
     if "errors" not in tally.evidence:
         differs = (bits(result) != bits(reference)).reshape(reference.shape)

@@ -6,29 +6,11 @@ This module imports no torch.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import torch as torch
-    from torch import nn as nn
-
-    F = nn.functional
-else:
-
-    class _OnFirstUse:
-        """Stand for torch in tables that processes without torch read too: the first use of an attribute imports it."""
-
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(importlib.import_module(self._name), attribute)
-
-    torch, nn, F = (_OnFirstUse(name) for name in ("torch", "torch.nn", "torch.nn.functional"))
+from mgpu_check.oracles.tensors import torch
 
 Function = Callable[..., Any]
 """Takes operands, returns results."""
@@ -114,20 +96,18 @@ class BoundedFunction:
     arguments: tuple[float, float]
 
 
-FUNCTIONS: Mapping[str, BoundedFunction] = MappingProxyType(
-    {
-        "exp": BoundedFunction(lambda x: torch.exp(x), 2, 1, (-9.0, 10.0)),
-        "expm1": BoundedFunction(lambda x: torch.expm1(x), 1, 1, (-9.0, 10.0)),
-        "log": BoundedFunction(lambda x: torch.log(x), 1, 1, (2.0, 6e4)),
-        "log1p": BoundedFunction(lambda x: torch.log1p(x), 1, 1, (0.1, 6e4)),
-        "sin": BoundedFunction(lambda x: torch.sin(x), 2, 2, (0.1, 3.0)),
-        "cos": BoundedFunction(lambda x: torch.cos(x), 2, 2, (-1.5, 1.5)),
-        "atan": BoundedFunction(lambda x: torch.atan(x), 2, 2, (0.01, 60.0)),
-        "tanh": BoundedFunction(lambda x: torch.tanh(x), 2, 2, (0.01, 9.0)),
-        "erf": BoundedFunction(lambda x: torch.erf(x), 2, 2, (0.01, 4.0)),
-        "rsqrt": BoundedFunction(lambda x: torch.rsqrt(x), 2, 2, (0.01, 6e4)),
-    }
-)
+FUNCTIONS: Mapping[str, BoundedFunction] = {
+    "exp": BoundedFunction(lambda x: torch.exp(x), 2, 1, (-9.0, 10.0)),
+    "expm1": BoundedFunction(lambda x: torch.expm1(x), 1, 1, (-9.0, 10.0)),
+    "log": BoundedFunction(lambda x: torch.log(x), 1, 1, (2.0, 6e4)),
+    "log1p": BoundedFunction(lambda x: torch.log1p(x), 1, 1, (0.1, 6e4)),
+    "sin": BoundedFunction(lambda x: torch.sin(x), 2, 2, (0.1, 3.0)),
+    "cos": BoundedFunction(lambda x: torch.cos(x), 2, 2, (-1.5, 1.5)),
+    "atan": BoundedFunction(lambda x: torch.atan(x), 2, 2, (0.01, 60.0)),
+    "tanh": BoundedFunction(lambda x: torch.tanh(x), 2, 2, (0.01, 9.0)),
+    "erf": BoundedFunction(lambda x: torch.erf(x), 2, 2, (0.01, 4.0)),
+    "rsqrt": BoundedFunction(lambda x: torch.rsqrt(x), 2, 2, (0.01, 6e4)),
+}
 """Name -> row. The acceptance calls each in all floating dtypes."""
 
 
@@ -161,8 +141,8 @@ class Copies:
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.sizes))
-        how = f" in {self.pieces} pieces" * (self.pieces > 1) + ", all at once" * self.together
-        how += f", {self.reach} bytes into memory" * (self.reach > 0)
+        how = (f" in {self.pieces} pieces" if self.pieces > 1 else "") + (", all at once" if self.together else "")
+        how += f", {self.reach} bytes into memory" if self.reach else ""
         return f"{self.path}, {sizes} bytes, alignment {self.source} to {self.destination}{how}, seed {self.seed}"
 
 
@@ -186,7 +166,6 @@ class Computation:
 
 
 def _exact() -> dict[str, Computation]:
-    """Return the operations for the rows of the table of operators."""
     dtypes_by_operation: dict[str, tuple[str, ...]] = {}
     for row in (*BINARY, *UNARY):
         dtypes_by_operation[row.operation] = tuple(
@@ -195,52 +174,48 @@ def _exact() -> dict[str, Computation]:
     return {name: Computation("elementwise", dtypes, "elements:exact") for name, dtypes in dtypes_by_operation.items()}
 
 
-COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
-    {
-        "product known by algebra": Computation("products", _TENSOR_CORES, "products:known_by_algebra"),
-        "product by Freivalds' check": Computation("products", _TENSOR_CORES, "products:checked_by_freivalds"),
-        "product of random numbers": Computation("products", (*_CORES, *_FLOAT8), "products:of_random_numbers"),
-        "products of many shapes": Computation("products", _TENSOR_CORES, "products:shapes_known_by_algebra"),
-        "batched product known by algebra": Computation("products", _CORES, "products:batches_known_by_algebra"),
-        "batched product of random numbers": Computation("products", _CORES, "products:batches_of_random_numbers"),
-        "convolution known by algebra": Computation("layers", _CORES, "products:convolution_known_by_algebra"),
-        "convolution of random numbers": Computation("layers", _CORES, "products:convolution_of_random_numbers"),
-        "attention known by algebra": Computation("layers", FLOATS, "products:attention_known_by_algebra"),
-        "attention of random numbers": Computation("layers", FLOATS, "products:attention_of_random_numbers"),
-        "layer norm of random numbers": Computation("layers", FLOATS, "products:layer_norm"),
-        "softmax of random numbers": Computation("layers", FLOATS, "products:softmax"),
-        **_exact(),
-        "conversion": Computation("elementwise", ("float64", "float32"), "elements:conversion"),
-        **dict.fromkeys(FUNCTIONS, Computation("functions", FLOATS, "elements:bounded")),
-        "sum": Computation("reductions", NUMBERS, "elements:sums"),
-        "mean": Computation("reductions", FLOATS, "elements:means"),
-        "least and greatest": Computation("reductions", NUMBERS, "elements:extremes"),
-        "cumulative sum": Computation("reductions", NUMBERS, "elements:cumulative_sums"),
-        "count": Computation("reductions", INTEGERS, "elements:counts"),
-        "logsumexp of random numbers": Computation("reductions", FLOATS, "elements:logsumexp"),
-        "sort": Computation("ordering", NUMBERS, "elements:sort"),
-        "topk": Computation("ordering", NUMBERS, "elements:topk"),
-        "search": Computation("ordering", NUMBERS, "elements:search"),
-        "gather": Computation("ordering", NUMBERS, "elements:gather"),
-        "scatter": Computation("ordering", NUMBERS, "elements:scatter"),
-        "index": Computation("ordering", NUMBERS, "elements:index"),
-        "transpose": Computation("ordering", NUMBERS, "elements:transpose"),
-        "random bits": Computation("drawing", ("int64",), "elements:random_bits"),
-        "normal numbers": Computation("drawing", ("float32", "float64"), "elements:normal_numbers"),
-        "permutation": Computation("drawing", ("int64",), "elements:permutation"),
-    }
-)
+COMPUTATIONS: Mapping[str, Computation] = {
+    "product known by algebra": Computation("products", _TENSOR_CORES, "products:known_by_algebra"),
+    "product by Freivalds' check": Computation("products", _TENSOR_CORES, "products:checked_by_freivalds"),
+    "product of random numbers": Computation("products", (*_CORES, *_FLOAT8), "products:of_random_numbers"),
+    "products of many shapes": Computation("products", _TENSOR_CORES, "products:shapes_known_by_algebra"),
+    "batched product known by algebra": Computation("products", _CORES, "products:batches_known_by_algebra"),
+    "batched product of random numbers": Computation("products", _CORES, "products:batches_of_random_numbers"),
+    "convolution known by algebra": Computation("layers", _CORES, "products:convolution_known_by_algebra"),
+    "convolution of random numbers": Computation("layers", _CORES, "products:convolution_of_random_numbers"),
+    "attention known by algebra": Computation("layers", FLOATS, "products:attention_known_by_algebra"),
+    "attention of random numbers": Computation("layers", FLOATS, "products:attention_of_random_numbers"),
+    "layer norm of random numbers": Computation("layers", FLOATS, "products:layer_norm"),
+    "softmax of random numbers": Computation("layers", FLOATS, "products:softmax"),
+    **_exact(),
+    "conversion": Computation("elementwise", ("float64", "float32"), "elements:conversion"),
+    **dict.fromkeys(FUNCTIONS, Computation("functions", FLOATS, "elements:bounded")),
+    "sum": Computation("reductions", NUMBERS, "elements:sums"),
+    "mean": Computation("reductions", FLOATS, "elements:means"),
+    "least and greatest": Computation("reductions", NUMBERS, "elements:extremes"),
+    "cumulative sum": Computation("reductions", NUMBERS, "elements:cumulative_sums"),
+    "count": Computation("reductions", INTEGERS, "elements:counts"),
+    "logsumexp of random numbers": Computation("reductions", FLOATS, "elements:logsumexp"),
+    "sort": Computation("ordering", NUMBERS, "elements:sort"),
+    "topk": Computation("ordering", NUMBERS, "elements:topk"),
+    "search": Computation("ordering", NUMBERS, "elements:search"),
+    "gather": Computation("ordering", NUMBERS, "elements:gather"),
+    "scatter": Computation("ordering", NUMBERS, "elements:scatter"),
+    "index": Computation("ordering", NUMBERS, "elements:index"),
+    "transpose": Computation("ordering", NUMBERS, "elements:transpose"),
+    "random bits": Computation("drawing", ("int64",), "elements:random_bits"),
+    "normal numbers": Computation("drawing", ("float32", "float64"), "elements:normal_numbers"),
+    "permutation": Computation("drawing", ("int64",), "elements:permutation"),
+}
 """Name of an operation -> its row."""
 
-OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({name: row.dtypes for name, row in COMPUTATIONS.items()})
+OPERATIONS: Mapping[str, tuple[str, ...]] = {name: row.dtypes for name, row in COMPUTATIONS.items()}
 """Name of an operation -> its dtypes."""
 
-FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        family: {name: row.dtypes for name, row in COMPUTATIONS.items() if row.family == family}
-        for family in dict.fromkeys(row.family for row in COMPUTATIONS.values())
-    }
-)
+FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    family: {name: row.dtypes for name, row in COMPUTATIONS.items() if row.family == family}
+    for family in dict.fromkeys(row.family for row in COMPUTATIONS.values())
+}
 """Family -> operation -> dtypes."""
 
 TIMED = (

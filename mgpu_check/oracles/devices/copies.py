@@ -103,7 +103,6 @@ def _examine(ways: Sequence[_Direction], devices: Sequence[torch.device], case: 
 
 
 def _largest(free: int, case: Copies, copies: int) -> int:
-    """Return the largest size that fits into the memory of each device."""
     each = 2 if case.path == "strided" else 1
     needed = copies * (each + max(each, 2 if case.path == "casting" else 1)) if copies > 1 else 2
     return max(1, int(free * _SHARE - _CHUNKS * _chunk(free)) // needed - 4 * _GUARD)
@@ -123,7 +122,10 @@ def _cut(sizes: Sequence[int], largest: int) -> list[int]:
 
 
 class _GuardedCopy:
-    """A copy, with the memory around its destination."""
+    """A copy, with the memory around its destination.
+
+    `_examine` makes it, starts it alone or with the others of its group, and checks it, which frees its memory.
+    """
 
     def __init__(self, way: _Direction, devices: Sequence[torch.device], case: Copies, size: int, chunk: int) -> None:
         self.way, self.size = way, size
@@ -170,7 +172,7 @@ class _GuardedCopy:
         windows = _windows(self._whole.numel(), self._case.reach // self._width)
         for low, end in ((at, stop) for start, stop in windows for at in range(start, stop, self._chunk)):
             high = min(low + self._chunk, end)
-            got, expected = (part.view(torch.uint8) for part in (self._whole[low:high], self._expected(low, high)))
+            got, expected = (x.view(torch.uint8) for x in (self._whole[low:high], self._expected(low, high)))
             if (mismatch := compare(got, expected, descriptions, start=low * self._width)) is not None:
                 self.wrong.append(mismatch)
                 index, between = divmod(mismatch.first // self._width - self._begin, self._step)
@@ -452,8 +454,8 @@ def _arrived(
     *,
     kept: bool = False,
     lost: torch.Tensor | None = None,
-) -> str:
-    """Describe the error of a copy, "" without one.
+) -> str | None:
+    """Describe the error of a copy; None without one.
 
     Args:
         kept: whether the strides of a tensor without gaps must be kept.
@@ -523,10 +525,10 @@ def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) 
     _require_none(errors, devices, count)
 
 
-def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the name of each step with a description of its error, or ""."""
+def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> Iterator[tuple[str, str | None]]:
+    """Yield the name of each step with a description of its error, or None."""
     is_pinned = pinned.is_pinned() and not data.is_pinned()
-    yield "pin_memory", "" if is_pinned else "the copy is not pinned, or its source is"
+    yield "pin_memory", None if is_pinned else "the copy is not pinned, or its source is"
     yield "pin_memory", difference(pinned, data, "bits")
     upload = pinned.to(device, non_blocking=True)
     # Without a wait: work that is queued behind the copy must see the data.
@@ -571,7 +573,8 @@ _TWINS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
     "Module.to of a deepcopy": lambda module, device: copy.deepcopy(module).to(device),
     "deepcopy after Module.to": lambda module, device: copy.deepcopy(module.to(device)),
 }
-"""Moves of a deep copy, which loses gradients: `copy.deepcopy` does not copy those of parameters."""
+"""Moves of a deep copy, which loses the gradients of parameters (torch/nn/parameter.py, Parameter.__deepcopy__, torch
+2.13)."""
 
 
 def _waited(module: nn.Module) -> nn.Module:
@@ -591,7 +594,7 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
     errors: list[WrongCase] = []
     ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
     for source, target in ways:
-        messages: dict[str, str] = {}
+        messages: dict[str, str | None] = {}
         for name, move in (_MOVES | _TWINS).items():
             module, expected = _Holding(seed).to(source), _Holding(seed)
             if name in _TWINS:
@@ -608,13 +611,12 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
     return moves
 
 
-def _disordered(source: torch.device, target: torch.device, seed: int) -> str:
-    """Describe how sequences of unequal lengths differ that were packed on the host and moved; "" if they do not."""
+def _disordered(source: torch.device, target: torch.device, seed: int) -> str | None:
+    """Describe how sequences of unequal lengths differ that were packed on the host and moved; None if they do not."""
     lengths = torch.tensor([2, 4, 3])  # the permutation that sorts them is not its own inverse
     steps = significands((3, 4, 2), torch.float32, seed)
     packed = rnn.pack_padded_sequence(steps, lengths, True, enforce_sorted=False)
-    # Any: the annotation of `PackedSequence.to` takes no device.
-    moved: Any = packed
+    moved: Any = packed  # the overloads of its `to` take no device first (torch/nn/utils/rnn.py, torch 2.13)
     moved = moved.to(source).to(target)
     if moved.data.device != target:
         return f"it is on {moved.data.device}"
@@ -630,7 +632,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"the gradient of {name}", parameter.grad
 
 
-def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str:
+def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str | None:
     got, expected_tensors = dict(_held(module)), dict(_held(expected))
     if list(got) != list(expected_tensors):
         return f"it holds {', '.join(got)}; expected {', '.join(expected_tensors)}"
@@ -645,10 +647,10 @@ def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str:
         return "a parameter with two names has become two"
     if module.state_dict().keys() != expected.state_dict().keys():
         return f"its state dict has {', '.join(module.state_dict())}; expected {', '.join(expected.state_dict())}"
-    modes, expected_modes = ([part.training for part in whole.modules()] for whole in (module, expected))
+    modes, expected_modes = ([inner.training for inner in outer.modules()] for outer in (module, expected))
     if modes != expected_modes:
         return "the training modes of its parts have changed"
-    return ""
+    return None
 
 
 Taken = dict[str, Callable[[torch.Tensor], torch.Tensor]]

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mgpu_check.oracles.devices.cases import F, nn, torch
-from mgpu_check.oracles.tensors import TensorSpec
+from mgpu_check.oracles.tensors import F, TensorSpec, nn, torch
 
 Call = Callable[[], object]
 Builder = Callable[["Operands"], Call]
@@ -75,7 +74,10 @@ N = -1
 
 @dataclass(frozen=True)
 class Operands:
-    """Builds the operands of a call: operand 0 on the first device, operand 1 on the second."""
+    """Builds the operands of a call: operand 0 on the first device, operand 1 on the second.
+
+    A check makes it for a case, and `OperatorRow.build` takes the operands of one call from it.
+    """
 
     first: torch.device
     second: torch.device
@@ -125,19 +127,17 @@ def _of(function: Callable[..., object] | str, *operands: Operand) -> Builder:
     call = partial(_named, function) if isinstance(function, str) else function
 
     def build(at: Operands) -> Call:
-        made = [operand(at) if callable(operand) else at.on(*operand) for operand in operands]
-        return lambda: call(*made)
+        built = [operand(at) if callable(operand) else at.on(*operand) for operand in operands]
+        return lambda: call(*built)
 
     return build
 
 
 def _module(make: Callable[[], nn.Module], x: Operand) -> Builder:
-    """Return a case with a module on the first device, and its input."""
     return _of(lambda module, x: module(x), lambda at: at.module(0, make()), x)
 
 
 def _layers_apart(at: Operands) -> nn.Module:
-    """Return two layers on different devices, without a copy between them."""
     return nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
 
 
@@ -171,100 +171,115 @@ _FACTORS = (0, N, 3), (1, 3, 2)
 _WEIGHED: tuple[Operand, ...] = (0, N, 4), lambda at: at.index(0, 4), (1, 4)
 """Scores and classes, and the weights of the classes on the second device."""
 
+_TYPES, _INDEXED = Rule(names="types"), Rule(UNLESS_SECOND_ON_CPU, names="indexed")
+
+
+def _rows(group: str, rows: Mapping[str, Builder | tuple[Builder, Rule]]) -> dict[str, OperatorRow]:
+    pairs = {name: row if isinstance(row, tuple) else (row, Rule()) for name, row in rows.items()}
+    return {name: OperatorRow(build, rule, group) for name, (build, rule) in pairs.items()}
+
+
 OPERATORS: Mapping[str, OperatorRow] = {
-    "add": OperatorRow(_of("add", *_MATRICES)),
-    "mul": OperatorRow(_of("mul", *_MATRICES)),
-    "maximum": OperatorRow(_of("maximum", *_MATRICES)),
-    "eq": OperatorRow(_of("eq", *_MATRICES)),
-    "where": OperatorRow(_of(lambda c, a, b: torch.where(c, a, b), _mask(0, N, 3), *_MATRICES)),
-    "addcmul": OperatorRow(_of(lambda a, b, c: torch.addcmul(a, b, c), *_MATRICES, (1, N, 3))),
-    "addcmul third": OperatorRow(_of(lambda a, b, c: torch.addcmul(a, b, c), (0, N, 3), (0, N, 3), (1, N, 3))),
-    "lerp": OperatorRow(_of(lambda a, b: torch.lerp(a, b, 0.5), *_MATRICES)),
-    "add_": OperatorRow(_of("add_", *_MATRICES)),
-    "mul_": OperatorRow(_of("mul_", *_MATRICES)),
-    "add out=": OperatorRow(_of(lambda a, b, out: torch.add(a, b, out=out), (0, N, 3), *_MATRICES)),
-    "mul out=": OperatorRow(_of(lambda a, b, out: torch.mul(a, b, out=out), (0, N, 3), *_MATRICES)),
-    # As called by optimizers and by gradient clipping, the latter with a first pair on one device.
-    "foreach add": OperatorRow(_of(lambda a, b: torch._foreach_add([a], [b])[0], *_MATRICES)),
-    "foreach mul_": OperatorRow(_of(_foreach_mul, *_MATRICES)),
-    "foreach add second": OperatorRow(_of(lambda a, b: torch._foreach_add([a, a], [a, b])[1], *_MATRICES)),
-    "matmul": OperatorRow(_of(lambda a, b: torch.matmul(a, b), *_FACTORS)),
-    "matmul vector": OperatorRow(_of(lambda a, b: torch.matmul(a, b), (0, N, 3), (1, 3))),
-    "bmm": OperatorRow(_of(lambda a, b: torch.bmm(a, b), (0, 2, N, 3), (1, 2, 3, 2))),
-    "einsum": OperatorRow(_of(lambda a, b: torch.einsum("ij,jk->ik", a, b), *_FACTORS)),
-    "matmul out=": OperatorRow(_of(lambda a, b, out: torch.matmul(a, b, out=out), (0, N, 3), (0, 3, 2), (1, N, 2))),
-    "addmm": OperatorRow(_of(lambda c, a, b: torch.addmm(c, a, b), (0, 2), *_FACTORS)),
-    "einsum third": OperatorRow(
-        _of(lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (0, N, 3), (0, 3, 2), (1, 2, 3))
+    **_rows(
+        "",
+        {
+            "add": _of("add", *_MATRICES),
+            "mul": _of("mul", *_MATRICES),
+            "maximum": _of("maximum", *_MATRICES),
+            "eq": _of("eq", *_MATRICES),
+            "where": _of(lambda c, a, b: torch.where(c, a, b), _mask(0, N, 3), *_MATRICES),
+            "addcmul": _of(lambda a, b, c: torch.addcmul(a, b, c), *_MATRICES, (1, N, 3)),
+            "addcmul third": _of(lambda a, b, c: torch.addcmul(a, b, c), (0, N, 3), (0, N, 3), (1, N, 3)),
+            "lerp": _of(lambda a, b: torch.lerp(a, b, 0.5), *_MATRICES),
+            "add_": _of("add_", *_MATRICES),
+            "mul_": _of("mul_", *_MATRICES),
+            "add out=": _of(lambda a, b, out: torch.add(a, b, out=out), (0, N, 3), *_MATRICES),
+            "mul out=": _of(lambda a, b, out: torch.mul(a, b, out=out), (0, N, 3), *_MATRICES),
+            # As called by optimizers and by gradient clipping, the latter with a first pair on one device.
+            "foreach add": _of(lambda a, b: torch._foreach_add([a], [b])[0], *_MATRICES),
+            "foreach mul_": _of(_foreach_mul, *_MATRICES),
+            "foreach add second": _of(lambda a, b: torch._foreach_add([a, a], [a, b])[1], *_MATRICES),
+            "matmul": _of(lambda a, b: torch.matmul(a, b), *_FACTORS),
+            "matmul vector": _of(lambda a, b: torch.matmul(a, b), (0, N, 3), (1, 3)),
+            "bmm": _of(lambda a, b: torch.bmm(a, b), (0, 2, N, 3), (1, 2, 3, 2)),
+            "einsum": _of(lambda a, b: torch.einsum("ij,jk->ik", a, b), *_FACTORS),
+            "matmul out=": _of(lambda a, b, out: torch.matmul(a, b, out=out), (0, N, 3), (0, 3, 2), (1, N, 2)),
+            "addmm": _of(lambda c, a, b: torch.addmm(c, a, b), (0, 2), *_FACTORS),
+            "einsum third": _of(lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (0, N, 3), (0, 3, 2), (1, 2, 3)),
+            # With several tensors, the third is on another device. A check of the first two would miss it, and so would
+            # a check of the first and last.
+            "cat": _of(lambda a, b: torch.cat([a, b]), (0, N, 3), (1, 2, 3)),
+            "stack": _of(lambda a, b: torch.stack([a, b]), *_MATRICES),
+            "cat out=": _of(lambda a, b, out: torch.cat([a, b], 1, out=out), (0, N, 1), (0, N, 2), (1, N, 3)),
+            "cat third of four": _of(lambda a, b: torch.cat([a, a, b, a]), (0, N, 3), (1, 2, 3)),
+            "stack third": _of(lambda a, b: torch.stack([a, a, b]), *_MATRICES),
+            "hstack third": _of(lambda a, b: torch.hstack((a, a, b)), *_MATRICES),
+            "linear": _of(lambda x, w: F.linear(x, w), (0, N, 3), (1, 2, 3)),
+            "linear bias": _of(lambda x, w, b: F.linear(x, w, b), (0, N, 3), (0, 2, 3), (1, 2)),
+            "embedding": _of(lambda weight, index: F.embedding(index, weight), (0, 4, 3), _index),
+            "layer_norm": _of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3)),
+            "batch_norm": _of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3)),
+            "attention": _of(
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (0, 1, N, 4), (1, 1, 3, 4), (1, 1, 3, 4)
+            ),
+            "conv2d": (_of(lambda x, w: F.conv2d(x, w), (0, N, 1, 4, 4), (1, 2, 1, 2, 2)), _TYPES),
+            "conv2d bias": (_of(lambda x, w, b: F.conv2d(x, w, b), (0, N, 1, 4, 4), (0, 2, 1, 2, 2), (1, 2)), _TYPES),
+            "mse_loss": _of(lambda a, b: F.mse_loss(a, b), *_MATRICES),
+            "l1_loss": _of(lambda a, b: F.l1_loss(a, b), *_MATRICES),
+            "nll_loss": _of(lambda scores, classes: F.nll_loss(scores, classes), (0, N, 4), _index),
+            "nll_loss weight": _of(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum"), *_WEIGHED),
+            "cross_entropy": _of(lambda scores, classes: F.cross_entropy(scores, classes), (0, N, 4), _index),
+            "cross_entropy weight": _of(
+                lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum"), *_WEIGHED
+            ),
+            "index_select": _of(lambda x, index: torch.index_select(x, 0, index), (0, 4, 3), _index),
+            "gather": _of(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), (0, N, 4), _index),
+            "masked_fill": _of(lambda x, mask: torch.masked_fill(x, mask, 1.0), (0, N, 3), _mask(1, N, 3)),
+            "index_put values": _index_put(N, 3),
+            "equal": _of(lambda a, b: torch.equal(a, b), *_MATRICES),
+            "index": (_of(lambda x, index: x[index], (0, 4, 3), _index), _INDEXED),
+            "index by mask": (_of(lambda x, mask: x[mask], (0, N, 3), _mask(1, N)), _INDEXED),
+        },
     ),
-    # With several tensors, the third is on another device. A check of the first two would miss it, and so would a check
-    # of the first and last.
-    "cat": OperatorRow(_of(lambda a, b: torch.cat([a, b]), (0, N, 3), (1, 2, 3))),
-    "stack": OperatorRow(_of(lambda a, b: torch.stack([a, b]), *_MATRICES)),
-    "cat out=": OperatorRow(_of(lambda a, b, out: torch.cat([a, b], 1, out=out), (0, N, 1), (0, N, 2), (1, N, 3))),
-    "cat third of four": OperatorRow(_of(lambda a, b: torch.cat([a, a, b, a]), (0, N, 3), (1, 2, 3))),
-    "stack third": OperatorRow(_of(lambda a, b: torch.stack([a, a, b]), *_MATRICES)),
-    "hstack third": OperatorRow(_of(lambda a, b: torch.hstack((a, a, b)), *_MATRICES)),
-    "linear": OperatorRow(_of(lambda x, w: F.linear(x, w), (0, N, 3), (1, 2, 3))),
-    "linear bias": OperatorRow(_of(lambda x, w, b: F.linear(x, w, b), (0, N, 3), (0, 2, 3), (1, 2))),
-    "embedding": OperatorRow(_of(lambda weight, index: F.embedding(index, weight), (0, 4, 3), _index)),
-    "layer_norm": OperatorRow(_of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3))),
-    "batch_norm": OperatorRow(_of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3))),
-    "attention": OperatorRow(
-        _of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (0, 1, N, 4), (1, 1, 3, 4), (1, 1, 3, 4)),
+    **_rows(
+        "modules",
+        {
+            "Linear": _module(lambda: nn.Linear(3, 2), (1, N, 3)),
+            "Embedding": _module(lambda: nn.Embedding(4, 3), _index),
+            "BatchNorm2d": _module(lambda: nn.BatchNorm2d(2), (1, N, 2, 3, 3)),
+            "LayerNorm": _module(lambda: nn.LayerNorm(3), (1, N, 3)),
+            "GRU": _module(lambda: nn.GRU(3, 2), (1, N, 3)),
+            "Sequential": _of(lambda net, x: net(x), _layers_apart, (0, N, 3)),
+            "Conv2d": (_module(lambda: nn.Conv2d(1, 2, 2), (1, N, 1, 4, 4)), _TYPES),
+        },
     ),
-    "conv2d": OperatorRow(_of(lambda x, w: F.conv2d(x, w), (0, N, 1, 4, 4), (1, 2, 1, 2, 2)), Rule(names="types")),
-    "conv2d bias": OperatorRow(
-        _of(lambda x, w, b: F.conv2d(x, w, b), (0, N, 1, 4, 4), (0, 2, 1, 2, 2), (1, 2)), Rule(names="types")
+    **_rows(
+        "scalars",
+        {
+            # A 0-dim tensor on the CPU counts as a number, unless it is written to. On a GPU it is an ordinary tensor.
+            "add 0-dim": (_of("add", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU)),
+            "eq 0-dim": (_of("eq", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU)),
+            "maximum 0-dim": (_of("maximum", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU)),
+            "lt by 0-dim first": (_of("lt", (0,), (1, N, 3)), Rule(UNLESS_FIRST_ON_CPU, result=1)),
+            "mul by 0-dim first": (_of("mul", (0,), (1, N, 3)), Rule(UNLESS_FIRST_ON_CPU, result=1)),
+            "mul_ by 0-dim": (_of("mul_", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU)),
+            "0-dim add 0-dim": (_of("add", (0,), (1,)), Rule(ON_TWO_GPUS, result=None)),
+            "0-dim add_ 0-dim": (_of("add_", (0,), (1,)), Rule(UNLESS_SECOND_ON_CPU)),
+            # index_put_ accepts a 0-dim value on any device.
+            "index_put 0-dim value": (_index_put(), Rule(NOWHERE)),
+        },
     ),
-    "mse_loss": OperatorRow(_of(lambda a, b: F.mse_loss(a, b), *_MATRICES)),
-    "l1_loss": OperatorRow(_of(lambda a, b: F.l1_loss(a, b), *_MATRICES)),
-    "nll_loss": OperatorRow(_of(lambda scores, classes: F.nll_loss(scores, classes), (0, N, 4), _index)),
-    "nll_loss weight": OperatorRow(_of(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum"), *_WEIGHED)),
-    "cross_entropy": OperatorRow(_of(lambda scores, classes: F.cross_entropy(scores, classes), (0, N, 4), _index)),
-    "cross_entropy weight": OperatorRow(
-        _of(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum"), *_WEIGHED)
-    ),
-    "index_select": OperatorRow(_of(lambda x, index: torch.index_select(x, 0, index), (0, 4, 3), _index)),
-    "gather": OperatorRow(_of(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), (0, N, 4), _index)),
-    "masked_fill": OperatorRow(_of(lambda x, mask: torch.masked_fill(x, mask, 1.0), (0, N, 3), _mask(1, N, 3))),
-    "index_put values": OperatorRow(_index_put(N, 3)),
-    "equal": OperatorRow(_of(lambda a, b: torch.equal(a, b), *_MATRICES)),
-    "index": OperatorRow(
-        _of(lambda x, index: x[index], (0, 4, 3), _index), Rule(UNLESS_SECOND_ON_CPU, names="indexed")
-    ),
-    "index by mask": OperatorRow(
-        _of(lambda x, mask: x[mask], (0, N, 3), _mask(1, N)), Rule(UNLESS_SECOND_ON_CPU, names="indexed")
-    ),
-    "Linear": OperatorRow(_module(lambda: nn.Linear(3, 2), (1, N, 3)), group="modules"),
-    "Embedding": OperatorRow(_module(lambda: nn.Embedding(4, 3), _index), group="modules"),
-    "BatchNorm2d": OperatorRow(_module(lambda: nn.BatchNorm2d(2), (1, N, 2, 3, 3)), group="modules"),
-    "LayerNorm": OperatorRow(_module(lambda: nn.LayerNorm(3), (1, N, 3)), group="modules"),
-    "GRU": OperatorRow(_module(lambda: nn.GRU(3, 2), (1, N, 3)), group="modules"),
-    "Sequential": OperatorRow(_of(lambda net, x: net(x), _layers_apart, (0, N, 3)), group="modules"),
-    "Conv2d": OperatorRow(_module(lambda: nn.Conv2d(1, 2, 2), (1, N, 1, 4, 4)), Rule(names="types"), group="modules"),
-    # A 0-dim tensor on the CPU counts as a number, unless it is written to. On a GPU it is an ordinary tensor.
-    "add 0-dim": OperatorRow(_of("add", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
-    "eq 0-dim": OperatorRow(_of("eq", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
-    "maximum 0-dim": OperatorRow(_of("maximum", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
-    "lt by 0-dim first": OperatorRow(_of("lt", (0,), (1, N, 3)), Rule(UNLESS_FIRST_ON_CPU, result=1), group="scalars"),
-    "mul by 0-dim first": OperatorRow(
-        _of("mul", (0,), (1, N, 3)), Rule(UNLESS_FIRST_ON_CPU, result=1), group="scalars"
-    ),
-    "mul_ by 0-dim": OperatorRow(_of("mul_", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
-    "0-dim add 0-dim": OperatorRow(_of("add", (0,), (1,)), Rule(ON_TWO_GPUS, result=None), group="scalars"),
-    "0-dim add_ 0-dim": OperatorRow(_of("add_", (0,), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
-    # index_put_ accepts a 0-dim value on any device.
-    "index_put 0-dim value": OperatorRow(_index_put(), Rule(NOWHERE), group="scalars"),
-    "copy_": OperatorRow(_of(lambda a, b: a.copy_(b), *_MATRICES), Rule(NOWHERE), group="copies"),
-    "slice assignment": OperatorRow(
-        _of(_assigned, lambda at: at.on(0, at.rows + 2, 3), (1, N, 3)), Rule(NOWHERE), group="copies"
-    ),
-    "to": OperatorRow(
-        _of(lambda a, device: a.to(device), (0, N, 3), lambda at: at.second), Rule(NOWHERE, result=1), group="copies"
-    ),
-    "load_state_dict": OperatorRow(
-        _of(_loaded, lambda at: at.module(0, nn.Linear(3, 2, bias=False)), (1, 2, 3)), Rule(NOWHERE), group="copies"
+    **_rows(
+        "copies",
+        {
+            "copy_": (_of(lambda a, b: a.copy_(b), *_MATRICES), Rule(NOWHERE)),
+            "slice assignment": (_of(_assigned, lambda at: at.on(0, at.rows + 2, 3), (1, N, 3)), Rule(NOWHERE)),
+            "to": (_of(lambda a, device: a.to(device), (0, N, 3), lambda at: at.second), Rule(NOWHERE, result=1)),
+            "load_state_dict": (
+                _of(_loaded, lambda at: at.module(0, nn.Linear(3, 2, bias=False)), (1, 2, 3)),
+                Rule(NOWHERE),
+            ),
+        },
     ),
 }
 """Name of an operator -> its row."""

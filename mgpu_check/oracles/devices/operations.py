@@ -123,6 +123,8 @@ class CaseUnsupported(Exception):
 class Prepared:
     """An operation with its operands.
 
+    A function of `COMPUTATIONS` makes it. `examine_case` calls it and its judge once, and then repeats the call.
+
     Attributes:
         call: runs the operation, always on the same operands.
         judge: judges the first result; None if only repeats and other GPUs can show an error.
@@ -158,7 +160,10 @@ _WARM_UP = 2
 
 
 class Stopwatch:
-    """A stopwatch for the work that a device gets between `start` and `stop`; it does not wait for the device."""
+    """A stopwatch for the work that a device gets between `start` and `stop`; it does not wait for the device.
+
+    A measurement makes it for the current stream, and reads the laps at its end.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -201,13 +206,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *
 
 
 def measured(
-    check: str,
-    subject: Subject,
-    quantity: str,
-    unit: Unit,
-    amount: float,
-    laps: Sequence[float],
-    size: int,
+    check: str, subject: Subject, quantity: str, unit: Unit, amount: float, laps: Sequence[float], size: int
 ) -> list[Measurement]:
     """Return the rate of `subject`, which did `amount` bytes or operations in each of `laps` seconds; in the unit "s",
     the time of a lap.

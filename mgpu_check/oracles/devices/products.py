@@ -145,12 +145,12 @@ def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], tor
     torch_dtype = DTYPES[dtype]
     require(dtype, a.device)
     if torch_dtype in _FLOAT8:
-        second_dtype = torch.float8_e4m3fn  # torch cannot multiply two e5m2 matrices
+        second_dtype = torch.float8_e4m3fn  # cuBLASLt cannot multiply two e5m2 matrices: pytorch/pytorch#132005
         operand_a, operand_b = a.to(torch_dtype), b.t().contiguous().to(second_dtype).t()
         scale = torch.ones((), device=a.device)
         return lambda: torch._scaled_mm(operand_a, operand_b, scale, scale, out_dtype=torch.bfloat16)
     if torch_dtype == torch.int8:
-        # cuBLAS takes no other layout on newer GPUs.
+        # cuBLAS need not take two row-major matrices: pytorch/pytorch#169956.
         operand_a, operand_b = a.to(torch_dtype), b.t().contiguous().to(torch_dtype).t()
         return lambda: torch._int_mm(operand_a, operand_b)
     operand_a, operand_b = a.to(torch_dtype), b.to(torch_dtype)
@@ -278,7 +278,6 @@ def _lengths(most: int, step: int) -> list[int]:
 
 
 def _multiples(lengths: Iterable[int], step: int) -> list[int]:
-    """Return the lengths, rounded up to multiples of `step`."""
     return sorted({-(-length // step) * step for length in lengths})
 
 
@@ -319,7 +318,6 @@ def _elements(shape: ProductShape) -> int:
 
 
 def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """Return the same matrix, or batch, in another layout of memory."""
     if how == "t":
         return tensor.t().contiguous().t()
     if how == "strided":
@@ -363,7 +361,6 @@ def shapes_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared
 
 
 def _wrong(got: torch.Tensor, expected: list[torch.Tensor], ends: list[int], shapes: list[ProductShape]) -> list[str]:
-    """Return the shapes of the first wrong products."""
     mismatches = [
         str(shape)
         for shape, product, end in zip(shapes, expected, ends, strict=True)

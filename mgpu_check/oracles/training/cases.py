@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
+from mgpu_check.oracles.tensors import nn, torch
 
 PLAIN = ("mlp", "wide", "deep", "lenet", "residual", "embedding", "attention", "tied")
 """Models of `recipes.whole` without extra arguments or state."""
@@ -67,10 +63,9 @@ class WholeRun:
 
     def optimize(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return an optimizer of the trainable parameters of `model`. The large rate makes each step visible."""
-        import torch
-
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # foreach=False, because the fused kernels for several parameters depend on their strides.
+        # foreach=False: the kernels for several parameters are used for equal strides only
+        # (ATen/native/ForeachUtils.h, check_fast_path_restrictions, torch 2.13).
         if self.optimizer == "adam":
             return torch.optim.Adam(parameters, lr=1.0, foreach=False)
         if self.optimizer == "adamw":
@@ -79,8 +74,6 @@ class WholeRun:
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return, for each step, inputs (batch, 16) and odd targets (batch, 4), float32 on the CPU."""
-        import torch
-
         from mgpu_check.oracles.training.reference_training import CLASSES, FEATURES
 
         generator = torch.Generator().manual_seed(self.seed)
@@ -135,9 +128,6 @@ class ExactTraining:
 
     def layers(self) -> list[nn.Linear]:
         """Return the linear layers with their initial parameters, float32 on the CPU."""
-        import torch
-        from torch import nn
-
         generator = torch.Generator().manual_seed(self.seed)
         with torch.random.fork_rng(devices=[]):
             layers = [nn.Linear(*widths, device="cpu") for widths in pairwise(self.widths)]
@@ -151,16 +141,12 @@ class ExactTraining:
 
     def model(self) -> nn.Sequential:
         """Return the layers with ReLU between them, float32 on the CPU."""
-        from torch import nn
-
         head, *others = self.layers()
         return nn.Sequential(head, *(module for layer in others for module in (nn.ReLU(), layer)))
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return, for each step, inputs (batch, widths[0]) and output factors (batch, widths[-1]), float32 on the
         CPU."""
-        import torch
-
         generator = torch.Generator().manual_seed(self.seed + 1)
         return [
             (
@@ -219,8 +205,6 @@ class TrainingSpec:
         if self.model == "convnet":
             return models.small_convnet(classes=_CLASSES)
         if self.model == "resnet18":
-            from torch import nn
-
             # Among thousands of ReLUs, some inputs are within rounding error of 0, and either result is correct. A
             # tolerance that accepts both would also accept flipped bits.
             return models.resnet18(classes=_CLASSES, width=self.width, activation=nn.SiLU)
@@ -228,8 +212,6 @@ class TrainingSpec:
 
     def initial(self, variant: int = 0) -> nn.Module:
         """Return the initial model, on the CPU. Variants differ in their whole state."""
-        import torch
-
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1000 * variant + self.seed)
             model = self.build()
@@ -242,8 +224,6 @@ class TrainingSpec:
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the batch of each step on the CPU: inputs (batch, …) float32, labels (batch,) int64."""
-        import torch
-
         generator = torch.Generator().manual_seed(self.seed)
         shape = _IMAGE.get(self.model, (_FEATURES,))
         classes = _MLP_CLASSES if self.model == "mlp" else _CLASSES

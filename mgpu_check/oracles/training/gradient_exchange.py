@@ -43,13 +43,13 @@ def ring_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     flat = tensor.detach().reshape(-1).clone()
     pieces = chunks(flat.numel(), size)
-    right, left = (rank + 1) % size, (rank - 1) % size
+    following, previous = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         out, into = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
-        flat[into] += _exchange(flat, out, right, into, left, group)
+        flat[into] += _exchange(flat, out, following, into, previous, group)
     for step in range(size - 1):
         out, into = pieces[(rank - step + 1) % size], pieces[(rank - step) % size]
-        flat[into] = _exchange(flat, out, right, into, left, group)
+        flat[into] = _exchange(flat, out, following, into, previous, group)
     tensor.detach().copy_(flat.reshape(tensor.shape))
 
 
@@ -155,7 +155,7 @@ class KeyValueStore:
     """Values by key, each with a home device, as in the chapter on parameter servers of *Dive into Deep Learning*.
 
     A push sums the gradients of all devices on the home device, and updates the value there. A pull copies the value
-    from there.
+    from there. A check makes a store for one training, and puts each parameter in it once by `init`.
     """
 
     def __init__(self, devices: Sequence[torch.device], update: Update) -> None:

@@ -147,7 +147,10 @@ def _train(
 
 @dataclass(frozen=True)
 class _Measure:
-    """Measures a step on one device, provisionally or in full; see `measure_step` for the attributes."""
+    """Measures a step on one device, provisionally or in full; see `measure_step` for the attributes.
+
+    `_measured` makes it, and `_assert_as_measured` measures in full only if the provisional tolerance does not suffice.
+    """
 
     step: Step
     inputs: Mapping[str, torch.Tensor]

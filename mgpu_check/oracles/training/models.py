@@ -56,7 +56,8 @@ class LeNet(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # Not named_parameters(): the replicas of DataParallel hold their parameters as plain attributes.
+        # Not named_parameters(): the replicas of DataParallel hold their parameters as plain attributes
+        # (torch/nn/parallel/replicate.py, replicate, torch 2.13).
         return lenet(images, {name: getattr(self, name) for name in LENET_SHAPES})
 
 
@@ -116,7 +117,8 @@ class TutorialModel(nn.Module):
     def __init__(self, input_size: int, output_size: int) -> None:
         super().__init__()
         self.fc = nn.Linear(input_size, output_size)
-        # Replicas are shallow copies, so they share this list. Appending to a list is atomic among threads.
+        # Replicas are shallow copies (torch/nn/modules/module.py, _replicate_for_data_parallel, torch 2.13), so they
+        # share this list. Appending to a list is atomic among threads.
         self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

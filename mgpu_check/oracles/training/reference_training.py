@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -242,26 +241,24 @@ class _Added(nn.Module):
         return x + self.shift + self.scale
 
 
-BUILDERS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
-    {
-        "mlp": lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES)),
-        "wide": lambda: nn.Sequential(nn.Linear(FEATURES, _WIDE), nn.ReLU(), nn.Linear(_WIDE, CLASSES)),
-        # Many small parameters, which fill many buckets of DDP if the buckets are small.
-        "deep": lambda: nn.Sequential(nn.Linear(FEATURES, 5), *(_Added(5) for _ in range(6)), nn.Linear(5, CLASSES)),
-        "lenet": WholeLeNet,
-        "residual": WholeResidual,
-        "embedding": Embedded,
-        "attention": Attention,
-        "tied": Tied,
-        "heads": Heads,
-        "listed": Listed,
-        "reused": Reused,
-        "counting": Counting,
-        "float64 inside": lambda: Mixed(torch.float64),
-        "bfloat16 inside": lambda: Mixed(torch.bfloat16),
-        "float16 inside": lambda: Mixed(torch.float16),
-    }
-)
+BUILDERS: Mapping[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES)),
+    "wide": lambda: nn.Sequential(nn.Linear(FEATURES, _WIDE), nn.ReLU(), nn.Linear(_WIDE, CLASSES)),
+    # Many small parameters, which fill many buckets of DDP if the buckets are small.
+    "deep": lambda: nn.Sequential(nn.Linear(FEATURES, 5), *(_Added(5) for _ in range(6)), nn.Linear(5, CLASSES)),
+    "lenet": WholeLeNet,
+    "residual": WholeResidual,
+    "embedding": Embedded,
+    "attention": Attention,
+    "tied": Tied,
+    "heads": Heads,
+    "listed": Listed,
+    "reused": Reused,
+    "counting": Counting,
+    "float64 inside": lambda: Mixed(torch.float64),
+    "bfloat16 inside": lambda: Mixed(torch.bfloat16),
+    "float16 inside": lambda: Mixed(torch.float16),
+}
 """The builder of each model, by name. `draw` sets the parameters afterwards."""
 
 
@@ -324,7 +321,7 @@ def as_it_is(model: nn.Module) -> None:
     """Prepare nothing."""
 
 
-def counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+def counting_statistics(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the statistics of `recipes.whole.Counting` after another batch with the rows `x`."""
     return {
         "rows": before["rows"] + PER_BATCH + len(x),
@@ -342,7 +339,11 @@ def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device
 
 
 class OneDevice:
-    """A run on one device: exact gradients from the CPU, steps of the optimizer on `device`."""
+    """A run on one device: exact gradients from the CPU, steps of the optimizer on `device`.
+
+    A check makes it beside a parallel model, and steps it once for each step of the model. `settle` follows the
+    comparison.
+    """
 
     def __init__(self, run: WholeRun, device: torch.device, prepare: Prepare = as_it_is) -> None:
         """Build the initial model; `prepare` freezes, marks or casts parts of it."""
@@ -565,8 +566,8 @@ def drawn(rows: int, seed: int) -> list[torch.Tensor]:
     return [batch * step + step for step, batch in enumerate(batches, 1)]
 
 
-def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> str:
-    """Describe the first statistic that is wrong after these batches; "" if all are right.
+def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> str | None:
+    """Describe the first statistic that is wrong after these batches; None if all are right.
 
     In a batch of n rows a mean and a variance are sums of n terms, each at most the square of the largest number. About
     eight more roundings follow in each step.
@@ -581,7 +582,7 @@ def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> 
     ):
         if (off := difference(buffers_of(layer)[name], expected, tolerance)) is not None:
             return f"{name} after {len(exact)} batches: {off}"
-    return ""
+    return None
 
 
 _State = dict[str, Any]

@@ -106,13 +106,15 @@ def shardwise_step(
         _set_buffers(model, before)
         (summed_loss(model(inputs), labels) * weight(batch_size)).backward()
         buffers_of_shards.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    # torch 2.13: the first replica of DataParallel shares its buffers with the module (torch/nn/parallel/
+    # data_parallel.py), and DDP broadcasts those of rank 0 (torch/nn/parallel/distributed.py, _sync_buffers).
     _set_buffers(model, buffers_of_shards[0])
     optimizer.step()
     return buffers_of_shards
 
 
 def _set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    # Through .data: a later backward pass may check the version counter of a buffer.
+    # Through .data: the backward pass of BatchNorm refuses statistics whose version counter has changed (torch 2.13).
     for name, buffer in model.named_buffers():
         buffer.data.copy_(values[name])
 

@@ -192,7 +192,8 @@ class PostMortem:
         terminal.line()
         terminal.sep(">", "traceback")
         report.toterminal(terminal)
-        report._pdbshown = True  # type: ignore[union-attr]  # as pytest's plugin does, so that the summary does not repeat it
+        # As pytest's plugin does, so that the summary does not repeat it (_pytest/debugging.py, _enter_pdb, 9.2).
+        report._pdbshown = True  # type: ignore[union-attr]
         terminal.line(_NO_POST_MORTEM, yellow=True)
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:

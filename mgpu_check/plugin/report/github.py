@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -79,7 +79,6 @@ _RESULTS = {
 
 
 def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
-    """Render the summary, at most `LARGEST` bytes long."""
     page = Page()
     page.add(f"# mgpu-check: {_verdict(outcomes, session, exit_status)}", "")
     page.add(*_header(session), "")
@@ -87,7 +86,7 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     page.add(f"**{text(counts or 'no tests were run')}**", "")
     failed = outcomes.failed
     page.rows("Failed", ("test", "world sizes", "what", "looks like"), [_row_of_failure(outcome) for outcome in failed])
-    page.parts("more failures are shown in the log only", [_details(outcome) for outcome in failed])
+    page.sections("more failures are shown in the log only", [_details(outcome) for outcome in failed])
     if session.notes.deaths:
         page.add("## Ranks that died while no test used them", "", *fenced("\n".join(session.notes.deaths)), "")
     skipped = [(code(outcome.name), text(outcome.headline)) for outcome in outcomes.of("skipped", "xfailed")]
@@ -97,11 +96,11 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     page.rows(
         "Passed",
         ("test", "world sizes", "examples"),
-        [(code(outcome.name), text(outcome.sizes or "-"), text(outcome.examples)) for outcome in ours],
+        [(code(test.name), text(test.sizes or "-"), text(test.properties.get("examples", ""))) for test in ours],
     )
     if others := len(passed) - len(ours):
         page.add(f"{others} {'test' if others == 1 else 'tests'} without GPUs also passed.", "")
-    for line in [*session.notes.lines, *device_leases.told(session.notes.waits)]:
+    for line in [*session.notes.lines, *device_leases.described_waits(session.notes.waits)]:
         page.add(f"- {text(line)}")
     return page.content()
 
@@ -124,23 +123,18 @@ class Page:
 
     def rows(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Add a table under a title; do nothing if there are no rows."""
-        if not rows or not self.add(f"## {title}", "", *table(head)):
-            return
-        self._several((table((), row) for row in rows), len(rows), "more rows are left out")
-        self.add("")
+        if rows and self.add(f"## {title}", "", *table(head)):
+            self.sections("more rows are left out", [table((), row) for row in rows])
+            self.add("")
 
-    def parts(self, remark: str, sections: Sequence[Sequence[str]]) -> None:
-        self._several(sections, len(sections), remark)
-
-    def _several(self, several: Iterable[Sequence[str]], count: int, remark: str) -> None:
-        shown = 0
-        for lines in several:
+    def sections(self, remark: str, sections: Sequence[Sequence[str]]) -> None:
+        """Add sections as long as they fit, and then the number of the others with a remark."""
+        for shown, lines in enumerate(sections):
             if not self.add(*lines):
+                # This line may exceed `LARGEST`, which is far enough below GitHub's limit.
+                left_out = f"… {len(sections) - shown} {remark}: the summary would be too large for GitHub."
+                self._lines += ["", left_out, ""]
                 break
-            shown += 1
-        if shown < count:
-            # This line may exceed `LARGEST`, which is far enough below GitHub's limit.
-            self._lines += ["", f"… {count - shown} {remark}: the summary would be too large for GitHub.", ""]
 
     def content(self) -> str:
         return "\n".join(self._lines).rstrip("\n") + "\n"
@@ -175,14 +169,8 @@ def _header(session: GpuSession) -> list[str]:
     import hypothesis.version as hypothesis
 
     machine = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return [
-        *lines,
-        "",
-        text(
-            f"Python {platform.python_version()}; pytest {pytest.__version__}; Hypothesis {hypothesis.__version__}; "
-            f"{machine}"
-        ),
-    ]
+    versions = f"pytest {pytest.__version__}; Hypothesis {hypothesis.__version__}"
+    return [*lines, "", text(f"Python {platform.python_version()}; {versions}; {machine}")]
 
 
 def _row_of_failure(outcome: TestOutcome) -> tuple[str, ...]:
@@ -233,13 +221,10 @@ class Summaries:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        summary = render(self._outcomes, self._session, session.exitstatus)
         for path in self._paths:
             try:
-                path.write_text(
-                    render(self._outcomes, self._session, session.exitstatus),
-                    encoding="utf-8",
-                    errors="backslashreplace",
-                )
+                path.write_text(summary, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 self._trouble.append(f"{OPTIONS['gpu_report'].flag}: {path} cannot be written: {error.strerror}")
         if self._trouble and session.exitstatus == pytest.ExitCode.OK:

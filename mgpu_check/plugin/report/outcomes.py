@@ -103,7 +103,6 @@ def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence
 
 
 def _set(item: pytest.Item, name: str, value: object) -> None:
-    """Set a property, and replace its value from an earlier try."""
     key = f"mgpu_check.{name}"
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] != key]
     item.user_properties.append((key, value))
@@ -129,16 +128,11 @@ class TestOutcome:
 
     @property
     def ours(self) -> bool:
-        """True if the test has used GPUs or ranks."""
         return "world_sizes" in self.properties
 
     @property
     def sizes(self) -> str:
         return self.properties.get("world_sizes", "")
-
-    @property
-    def examples(self) -> str:
-        return self.properties.get("examples", "")
 
     @property
     def replay(self) -> str:
@@ -151,7 +145,10 @@ class TestOutcome:
 
 
 class Outcomes:
-    """The outcomes of a run. `root`: the directory that the paths in its reports start from."""
+    """The outcomes of a run. `root`: the directory that the paths in its reports start from.
+
+    `Summaries` and `Annotations` make one each, where all reports arrive, and read it at the end of the run.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -168,7 +165,6 @@ class Outcomes:
             self._tests[report.nodeid] = TestOutcome(report.nodeid, "skipped", "", _reason(report))
 
     def add(self, report: pytest.TestReport) -> None:
-        """Record the report of one phase of a test."""
         category = _kind_of(report)
         if category is None:
             return
@@ -203,10 +199,11 @@ class Outcomes:
         )
 
     def counts(self) -> dict[str, int]:
-        """Return the count of each kind, named as in pytest's last line."""
-        kinds = [outcome.category for outcome in (*self._failed, *self._tests.values())]
-        counts = {kind: kinds.count(kind) for kind in _ORDER if kind in kinds}
-        return {"error" if (kind, count) == ("errors", 1) else kind: count for kind, count in counts.items()}
+        categories = [outcome.category for outcome in (*self._failed, *self._tests.values())]
+        counts = {category: categories.count(category) for category in _ORDER if category in categories}
+        return {
+            "error" if (category, count) == ("errors", 1) else category: count for category, count in counts.items()
+        }
 
 
 def _kind_of(report: pytest.TestReport) -> str | None:

@@ -111,7 +111,7 @@ class Invocation:
         )
 
     @classmethod
-    def told(cls, values: Mapping[str, Any]) -> Invocation:
+    def rebuilt(cls, values: Mapping[str, Any]) -> Invocation:
         """Rebuild the command line of the parent process from `dataclasses.asdict`, whose tuples have become lists."""
         plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         return cls(**plain)
@@ -162,7 +162,10 @@ def lines_for(
     flaky = error is not None and getattr(error, BLOB, None) is not None
     for leaf in [error] if flaky else parts_of(error):
         blob = getattr(leaf, BLOB, None)
-        extras.append([f"{FLAG}={blob}"] if blob else [] if leaf and _is_explicit(leaf) else fallback)
+        # Every run tries an ``@example`` first.
+        notes = "\n".join(getattr(leaf, "__notes__", ()))
+        is_explicit = "explicit test case" in notes or "explicit example" in notes
+        extras.append([f"{FLAG}={blob}"] if blob else [] if is_explicit else fallback)
     return list(dict.fromkeys(invocation.line(item, extra) for extra in extras or [fallback]))
 
 
@@ -189,11 +192,6 @@ def take_blobs(error: BaseException | None) -> None:
     if isinstance(error, BaseExceptionGroup):
         for nested in error.exceptions:
             take_blobs(nested)
-
-
-def _is_explicit(error: BaseException) -> bool:
-    """Return whether an error comes from an ``@example``, which every run tries first."""
-    return any("explicit test case" in note or "explicit example" in note for note in getattr(error, "__notes__", ()))
 
 
 def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
@@ -229,7 +227,6 @@ def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bo
 
 
 def _kept(arguments: Sequence[str], positionals: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments of the pytest call that may change how a test runs."""
     rest = list(positionals)
     keep = False
     words = iter(arguments)
@@ -267,7 +264,6 @@ def _pytest_program() -> tuple[str, ...]:
 
 
 def _program(module: str, script: str) -> tuple[str, ...]:
-    """Return the script of this environment, or ``python -m module`` if that was called or the script is missing."""
     beside = str(Path(sys.executable).with_name(script))
     if Path(sys.argv[0]).name == "__main__.py" or not os.path.exists(beside):
         return (_python(), "-m", module)
@@ -343,8 +339,8 @@ def blob_of_this() -> str | None:
 def keeping_steps() -> Iterator[None]:
     """Within the context, make state machines record the text of each step, for `forwarding.steps_to`.
 
-    Uses internals of Hypothesis, which records steps only for an observer or in the final run of an example. An example
-    that hangs has no final run.
+    Hypothesis records steps only for an observer or in the final run of an example (hypothesis/stateful.py,
+    observability_enabled, 6.170). An example that hangs has no final run.
     """
     stateful: Any = sys.modules.get("hypothesis.stateful")
     with contextlib.ExitStack() as stack:

@@ -73,7 +73,7 @@ def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
         outcome = "xfailed" if outcome == "skipped" else "xpassed"
     showed, unseen = defects_met(report) if outcome == "passed" else ([], [])
     measured = [str(properties["mgpu_check.measured"])] if "mgpu_check.measured" in properties else []
-    reason = "; ".join([*measured, *map(told, showed), *map(told_unseen, unseen)])
+    reason = "; ".join([*measured, *map(described_defect, showed), *map(described_absence, unseen)])
     if showed:
         outcome = "known"
     if outcome == "xfailed":
@@ -94,13 +94,13 @@ def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
     )
 
 
-def told(name: str) -> str:
+def described_defect(name: str) -> str:
     """Describe a known defect, with a link to its report."""
     defect = KNOWN_DEFECTS[name]
     return f"{defect.summary}: a known defect of others, {defect.link}"
 
 
-def told_unseen(name: str) -> str:
+def described_absence(name: str) -> str:
     """Return a remark that a test met the conditions of a known defect, and the defect did not occur."""
     defect = KNOWN_DEFECTS[name]
     return (
@@ -109,8 +109,7 @@ def told_unseen(name: str) -> str:
     )
 
 
-def told_level(level: str) -> str:
-    """Describe the packaged suite at a level, and what the next level adds."""
+def described_level(level: str) -> str:
     return f"level {level}: {_LEVELS[level]}"
 
 
@@ -124,7 +123,6 @@ def is_detailed(config: pytest.Config) -> bool:
 
 
 def is_failure(row: Row) -> bool:
-    """Return whether the check of a row failed, or its setup or teardown did."""
     return row.result.startswith(("FAILED", "ERROR"))
 
 
@@ -154,7 +152,7 @@ def print_table(terminal: pytest.TerminalReporter, level: str) -> None:
         + ("" if detailed else "; -v shows each check"),
         bold=True,
     )
-    terminal.line(told_level(level))
+    terminal.line(described_level(level))
     for advice in dict.fromkeys(row.advice for row in rows if row.advice):
         terminal.line(f"mgpu-check: {advice}", red=True)
 
@@ -178,7 +176,6 @@ def _print_properties(terminal: pytest.TerminalReporter, rows: Sequence[Row]) ->
 
 
 def _print_checks(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> None:
-    """Print a row per check, and below it its remarks."""
     width = max(len("property"), *(len(row.property) for row in rows))
     sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
     results = max(len("result"), *(len(row.result) for row in rows))
@@ -210,14 +207,11 @@ def _below_check(terminal: pytest.TerminalReporter, indent: int, row: Row) -> No
 def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str) -> None:
     """Print a note below a row, wrapped to the terminal's width without breaking links."""
     width = max(_LEAST_TEXT, terminal._tw.fullwidth - indent - 2)
-    for line in textwrap.wrap(
-        text,
-        width,
-        initial_indent=begin,
-        subsequent_indent=" " * len(begin),
-        break_long_words=False,
-        break_on_hyphens=False,
-    ):
+    margin = " " * len(begin)
+    lines = textwrap.wrap(
+        text, width, initial_indent=begin, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+    )
+    for line in lines:
         terminal.line(f"{'':<{indent}}  {line}")
 
 
@@ -266,7 +260,6 @@ class LiveLine:
                 terminal.rewrite(text()[: terminal._tw.fullwidth - 1], erase=True)
 
     def clear(self) -> None:
-        """Erase the line, to make room for permanent output."""
         if self._terminal is not None and self.lives:
             with self._past_capture() as terminal:
                 terminal.rewrite("", erase=True)
@@ -329,7 +322,7 @@ class Progress:
             self._tell("mgpu-check: counting the GPUs of this machine")  # takes seconds: a process imports torch for it
         yield
         self._tell(self._session.header())  # because pytest's own header is off
-        self._tell(told_level(self._session.settings.depth))
+        self._tell(described_level(self._session.settings.depth))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expect([item.nodeid for item in session.items])
@@ -435,7 +428,7 @@ def print_summary(terminal: pytest.TerminalReporter, session: GpuSession) -> Non
         terminal.section("ranks that died while no test used them", red=True)
         for line in session.notes.deaths:
             terminal.line(line, red=True)
-    for line in [*session.notes.lines, *device_leases.told(session.notes.waits)]:
+    for line in [*session.notes.lines, *device_leases.described_waits(session.notes.waits)]:
         terminal.line(f"mgpu-check: {line}", yellow=True)
     skipped = [report for report in terminal.stats.get("skipped", []) if lacks_devices(report)]
     if skipped:
@@ -447,10 +440,11 @@ def print_summary(terminal: pytest.TerminalReporter, session: GpuSession) -> Non
     reports = [report for category in list(terminal.stats.values()) for report in category]
     showed, unseen = ({name for report in reports for name in defects_met(report)[which]} for which in (0, 1))
     for name in sorted(unseen - showed):
-        terminal.line(f"mgpu-check: {told_unseen(name)}", yellow=True)
+        terminal.line(f"mgpu-check: {described_absence(name)}", yellow=True)
     if session.settings.simulate and session.settings.asked:
         # A category of its own appears in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
-        terminal._known_types = None  # pytest has cached it if the run stopped early
+        # pytest has cached it if the run stopped early (_pytest/terminal.py, _get_main_color, 9.2).
+        terminal._known_types = None
         terminal.stats.setdefault("SIMULATED GPUs", [SimpleNamespace() for _ in range(session.settings.gpus or 0)])
 
 

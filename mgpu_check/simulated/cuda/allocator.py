@@ -179,25 +179,22 @@ def memory_info(index: int | None = None) -> tuple[int, int]:
     return max(memory.limit - memory.reserved, 0), memory.total
 
 
-def _counts(current: int, peak: int, allocated: int, freed: int) -> Counts:
-    return {"current": current, "peak": peak, "allocated": allocated, "freed": freed}
+def _counts(current: int, peak: int, total: int, allocated: int = 0, freed: int = 0) -> Counts:
+    """Return torch's four counts; ``allocated`` and ``freed`` are the totals at the last reset."""
+    return {"current": current, "peak": peak, "allocated": total - allocated, "freed": total - current - freed}
 
 
-def _blocks(pool: Pool) -> Counts:
-    allocated, freed = pool.since[:2]
-    return _counts(
-        pool.blocks, pool.blocks_peak, pool.blocks_given - allocated, pool.blocks_given - pool.blocks - freed
-    )
+def _block_counts(pool: Pool) -> Counts:
+    return _counts(pool.blocks, pool.blocks_peak, pool.blocks_given, *pool.since[:2])
 
 
-def _bytes(pool: Pool) -> Counts:
-    allocated, freed = pool.since[2:]
-    return _counts(pool.bytes, pool.bytes_peak, pool.bytes_given - allocated, pool.bytes_given - pool.bytes - freed)
+def _byte_counts(pool: Pool) -> Counts:
+    return _counts(pool.bytes, pool.bytes_peak, pool.bytes_given, *pool.since[2:])
 
 
 def _unfreed(now: int) -> Counts:
     """Return the counts of what has only grown, to ``now``."""
-    return _counts(now, now, now, 0)
+    return _counts(now, now, now)
 
 
 def _memory_stats(index: int) -> dict[str, object]:
@@ -211,13 +208,13 @@ def _memory_stats(index: int) -> dict[str, object]:
         return {"all": both, "small_pool": small, "large_pool": large}
 
     stats: dict[str, object] = {
-        "allocation": by_pool(_blocks),
+        "allocation": by_pool(_block_counts),
         "segment": by_pool(lambda pool: _unfreed(int(pool.reserved > 0))),
-        "active": by_pool(_blocks),
+        "active": by_pool(_block_counts),
         "inactive_split": by_pool(lambda pool: _unfreed(0)),
-        "allocated_bytes": by_pool(_bytes, memory.peak),
+        "allocated_bytes": by_pool(_byte_counts, memory.peak),
         "reserved_bytes": by_pool(lambda pool: _unfreed(pool.reserved), memory.reserved_peak),
-        "active_bytes": by_pool(_bytes, memory.peak),
+        "active_bytes": by_pool(_byte_counts, memory.peak),
         "inactive_split_bytes": by_pool(lambda pool: _unfreed(0)),
     }
     small, large = memory.small.requested, memory.large.requested
@@ -238,14 +235,13 @@ def _memory_stats(index: int) -> dict[str, object]:
 
 
 def _snapshot_of(memory: DeviceMemory, pool: Pool, name: str) -> dict[str, object]:
-    """Return a pool as one segment of a memory snapshot: its blocks in sequence, then its free bytes."""
     base = (1 << 40) * (2 * memory.index + (pool is memory.large) + 1)
     blocks: list[dict[str, object]] = []
     occupied = requested = 0
 
     def add(size: int, requested_size: int, state: str) -> None:
-        place = {"address": base + occupied, "size": size, "requested_size": requested_size}
-        blocks.append({**place, "state": state, "frames": []})
+        sizes = {"size": size, "requested_size": requested_size}
+        blocks.append({"address": base + occupied, **sizes, "state": state, "frames": []})
 
     for block in (o for o in gc.get_objects() if type(o) is Block and o.memory is memory and o.nbytes):
         if memory.pool_of(block.nbytes) is pool:

@@ -104,8 +104,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass(eq=False)
 class _Effects:
-    """The arguments that an operator writes, by position and name, and whether it creates tensors."""
-
     written: list[tuple[int, str]]
     makes: bool
 
@@ -129,7 +127,11 @@ def _effects_of(func: Any) -> _Effects:
 
 
 class GraphRecorder(TorchDispatchMode):
-    """Record the operations that a thread queues on capturing streams, and undo them at the end."""
+    """Record the operations that a thread queues on capturing streams, and undo them at the end.
+
+    `CUDAGraph.capture_begin` makes it and enters it as a mode. Torch then passes it all operators of the thread; copies
+    and factories call `record` themselves. At the end of the capture `finish` hands its nodes to the graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +332,11 @@ class _Underway:
 
 
 class CUDAGraph:
-    """``torch.cuda.CUDAGraph`` of simulated devices."""
+    """``torch.cuda.CUDAGraph`` of simulated devices.
+
+    The program makes it, mostly for ``torch.cuda.graph``, which begins and ends the capture. It holds the recorded
+    operations with their memory until ``reset``, and replays them any number of times.
+    """
 
     _tracker: Any = None
     _underway: _Underway | None = None
@@ -448,6 +454,9 @@ def graph_functions() -> dict[str, object]:
 
 
 def install_graphs(patches: Patches) -> None:
-    """Replace ``torch.cuda.CUDAGraph``, and forget the stream that ``torch.cuda.graph`` keeps."""
+    """Replace ``torch.cuda.CUDAGraph``, and forget the stream that ``torch.cuda.graph`` keeps.
+
+    The class keeps the stream of its first use for good: torch/cuda/graphs.py, graph.__init__, torch 2.13.
+    """
     patches.replace(torch.cuda.graphs.CUDAGraph, CUDAGraph)
     patches.set(torch.cuda.graphs.graph, "default_capture_stream", None)

@@ -258,6 +258,11 @@ _OURS = re.compile(
 )
 _CLOCK = 1e9  # cycles per second, for `torch.cuda._sleep`
 
+
+def _switches(*switch_names: str, prefix: str = "") -> list[str]:
+    return [f"{prefix}_{verb}_{name}" for name in switch_names for verb in ("get", "set")]
+
+
 # Parts of CUDA that a simulated node does not support: custom allocators and memory pools, tuning, files by DMA.
 REFUSED = frozenset(
     [
@@ -271,21 +276,13 @@ REFUSED = frozenset(
         *("_cuda_jiterator_compile_and_launch_kernel", "_gds_deregister_buffer", "_gds_deregister_handle"),
         *("_gds_load_storage", "_gds_register_buffer", "_gds_register_handle", "_gds_save_storage"),
         *("_get_cudnn_batch_norm_reserve_space_size", "_nccl_init_rank", "_nccl_unique_id"),
-        *("_cuda_record_untuned_enable", "_cuda_tunableop_enable"),
-        *("_cuda_tunableop_get_cublaslt_requested_algo_count", "_cuda_tunableop_get_filename"),
-        *("_cuda_tunableop_get_max_tuning_duration", "_cuda_tunableop_get_max_tuning_iterations"),
-        *("_cuda_tunableop_get_results", "_cuda_tunableop_get_rotating_buffer_size"),
-        *("_cuda_tunableop_get_validators", "_cuda_tunableop_read_file"),
-        *("_cuda_tunableop_set_cublaslt_requested_algo_count", "_cuda_tunableop_set_filename"),
-        *("_cuda_tunableop_set_max_tuning_duration", "_cuda_tunableop_set_max_tuning_iterations"),
-        *("_cuda_tunableop_set_numerical_check_tolerances", "_cuda_tunableop_set_rotating_buffer_size"),
-        *("_cuda_tunableop_tuning_enable",),
+        *("_cuda_record_untuned_enable", "_cuda_tunableop_enable", "_cuda_tunableop_tuning_enable"),
+        *("_cuda_tunableop_read_file", "_cuda_tunableop_get_results", "_cuda_tunableop_get_validators"),
+        "_cuda_tunableop_set_numerical_check_tolerances",
+        *_switches("cublaslt_requested_algo_count", "filename", "max_tuning_duration", prefix="_cuda_tunableop"),
+        *_switches("max_tuning_iterations", "rotating_buffer_size", prefix="_cuda_tunableop"),
     ]
 )
-
-
-def _switches(*switch_names: str) -> list[str]:
-    return [f"_{verb}_{name}" for name in switch_names for verb in ("get", "set")]
 
 
 # These need no driver: flags of torch itself, and its bookkeeping.

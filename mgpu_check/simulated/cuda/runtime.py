@@ -106,7 +106,6 @@ def _node() -> SimulatedNode:
 
 
 def _used() -> SimulatedNode:
-    """Return the node; initialize CUDA on it, as a first use of a device does."""
     node = _node()
     node.initialize()
     return node
@@ -244,19 +243,6 @@ def _synchronize(device: object = None) -> None:
     streams.synchronize(_checked_index(device))
 
 
-def _initialize() -> None:
-    _node().initialize()
-
-
-def _is_initialized() -> bool:
-    node = _node()
-    return node.initialized and not node.in_bad_fork
-
-
-def _is_in_bad_fork() -> bool:
-    return _node().in_bad_fork
-
-
 def _device_count() -> int:
     """Return the number of devices; before CUDA is initialized, as NVML counts them, without a call to the driver."""
     return _node().count()
@@ -283,11 +269,12 @@ def _cuda_functions() -> dict[str, object]:
     return {
         "is_available": _is_available,
         "device_count": _device_count,
-        "_lazy_init": _initialize,
-        "init": _initialize,
-        "_initialized": False,  # checkpoint() reads it before it saves the random states of the devices
-        "is_initialized": _is_initialized,
-        "_is_in_bad_fork": _is_in_bad_fork,
+        "_lazy_init": lambda: _node().initialize(),
+        "init": lambda: _node().initialize(),
+        # checkpoint() reads it before it saves the states: torch/utils/checkpoint.py, CheckpointFunction, torch 2.13
+        "_initialized": False,
+        "is_initialized": lambda: _node().initialized and not _node().in_bad_fork,
+        "_is_in_bad_fork": lambda: _node().in_bad_fork,
         "current_device": _current,
         "set_device": _set_device,
         "device": _DeviceGuard,
@@ -345,7 +332,6 @@ def _monitoring() -> dict[str, object]:
 
 
 def _refused() -> dict[str, object]:
-    """Return replacements that raise for unsupported parts of ``torch.cuda``, by name."""
     classes = ("MemPool", "CUDAPluggableAllocator", "GreenContext")
     functions = ("change_current_allocator", "_compile_kernel")
     return {name: refused_class(f"torch.cuda.{name}") for name in classes} | {
@@ -382,8 +368,8 @@ def _accelerator_functions() -> dict[str, object]:
 def _native_functions() -> dict[str, object]:
     """Return the functions of ``torch._C`` under ``torch.cuda``, by name, for code that calls them directly."""
     return {
-        "_cuda_init": _initialize,
-        "_cuda_isInBadFork": _is_in_bad_fork,
+        "_cuda_init": lambda: _node().initialize(),
+        "_cuda_isInBadFork": lambda: _node().in_bad_fork,
         "_cuda_getDeviceCount": lambda: _node().n,
         "_cuda_getDevice": lambda: _current(),
         "_cuda_setDevice": lambda index: _set_device(index),

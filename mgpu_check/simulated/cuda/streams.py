@@ -47,7 +47,11 @@ _under_way: list[Capture] = []
 
 
 class Capture:
-    """A capture of one graph: its streams, and whether an error has invalidated it."""
+    """A capture of one graph: its streams, and whether an error has invalidated it.
+
+    `CUDAGraph.capture_begin` makes it and begins it on the current stream. Other streams join when they wait for one of
+    its streams. `capture_end` ends it; `abandon` releases it if the program never does.
+    """
 
     def __init__(self, mode: str) -> None:
         if mode not in _MODES:
@@ -214,7 +218,11 @@ def poison(t: torch.Tensor) -> None:
 
 
 class Late:
-    """A result that is delivered once, when something waits for it."""
+    """A result that is delivered once, when something waits for it.
+
+    A non-blocking copy to the host or an asynchronous collective makes it, and queues it on a stream or for the whole
+    device. The first wait delivers it; after that the queues drop it.
+    """
 
     __slots__ = ("_deliver", "_lock")
 
@@ -241,9 +249,16 @@ _by_id: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
 
 class Stream(Waiting):
-    """``torch.cuda.Stream`` of a simulated device."""
+    """``torch.cuda.Stream`` of a simulated device.
+
+    The program makes it; the default stream of a device is made at its first use. Operators run at once, so a stream
+    holds only late results and the time when it is done. The exit of the node forgets all streams.
+    """
 
     device: torch.device
+    device_type = 1  # kCUDA
+    priority_range = staticmethod(lambda: _PRIORITIES)
+    native_handle = property(lambda self: self.cuda_stream)
 
     def __new__(cls, device: object = None, priority: int = 0, **identity: object) -> Self:
         if "stream_id" in identity:
@@ -269,25 +284,13 @@ class Stream(Waiting):
         self._reached = 0.0
         self._previous: list[tuple[int, Stream]] = []
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return _PRIORITIES
-
     @property
     def device_index(self) -> int:
         return int(self.device.index)
 
     @property
-    def device_type(self) -> int:
-        return 1  # kCUDA
-
-    @property
     def cuda_stream(self) -> int:
         return self.stream_id and id(self)
-
-    @property
-    def native_handle(self) -> int:
-        return self.cuda_stream
 
     @property
     def _as_parameter_(self) -> ctypes.c_void_p:
@@ -366,7 +369,10 @@ class Stream(Waiting):
 
 
 class Event(Waiting):
-    """``torch.cuda.Event``: records the pending results of a stream, and the time when its work is done."""
+    """``torch.cuda.Event``: records the pending results of a stream, and the time when its work is done.
+
+    The program makes it, records it on a stream, as often as it likes, and lets the host or other streams wait for it.
+    """
 
     marks_only = True
 
@@ -391,9 +397,7 @@ class Event(Waiting):
     def cuda_event(self) -> int:
         return id(self) if self._recorded else 0
 
-    @property
-    def event_id(self) -> int:
-        return self.cuda_event
+    event_id = cuda_event
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.simulated.defects import PATTERNS, UNITS, Parameters
+from mgpu_check.simulated.defects import UNITS, Parameters
 from mgpu_check.simulated.hardware import Copy, Defect, EndedCollective, Operation, cells
 from mgpu_check.simulated.node import cuda_error
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
@@ -24,7 +24,7 @@ from mgpu_check.torch_hooks.tensors import name_of
 _WARP = 32
 _TILE = 16
 
-Pattern = Callable[[torch.Tensor, random.Random], None]
+Pattern = Callable[[torch.Tensor, random.Random], object]
 """Changes elements in place.
 
 The tensor has one dimension, at least one element, and an integer dtype of the element size.
@@ -63,10 +63,6 @@ def _bit(elements: torch.Tensor, chosen: random.Random) -> None:
     _invert(_one_of(elements, chosen), chosen.randrange(64))
 
 
-def _low_bit(elements: torch.Tensor, chosen: random.Random) -> None:
-    _invert(_one_of(elements, chosen), 0)
-
-
 def _bits(elements: torch.Tensor, chosen: random.Random) -> None:
     element = _one_of(elements, chosen)
     for bit in chosen.sample(range(8 * elements.itemsize - 1), 3):
@@ -78,13 +74,7 @@ def _lane(elements: torch.Tensor, chosen: random.Random) -> None:
     _invert(elements[lane::_WARP], -chosen.randrange(2, 7))
 
 
-def _not_finite(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Set all bits of one element except the sign, which gives NaN in each floating dtype."""
-    _one_of(elements, chosen).fill_(torch.iinfo(elements.dtype).max)
-
-
 def _tile(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Invert one bit of each element of a run as long as a row of a tile."""
     start = chosen.randrange(max(elements.numel() - _TILE, 1))
     _invert(elements[start : start + _TILE], -chosen.randrange(2, 7))
 
@@ -98,8 +88,27 @@ def _swap(elements: torch.Tensor, chosen: random.Random) -> None:
         elements[0], elements[-1] = tail, head
 
 
-SPOIL: dict[str, Pattern] = dict(zip(PATTERNS, (_bit, _low_bit, _bits, _lane, _not_finite, _tile, _swap), strict=True))
+SPOIL: dict[str, Pattern] = {
+    "bit": _bit,
+    "low-bit": lambda elements, chosen: _invert(_one_of(elements, chosen), 0),
+    "bits": _bits,
+    "lane": _lane,
+    # all bits except the sign: NaN in each floating dtype
+    "nan": lambda elements, chosen: _one_of(elements, chosen).fill_(torch.iinfo(elements.dtype).max),
+    "tile": _tile,
+    "swap": _swap,
+}
 """The functions for the names of `PATTERNS`."""
+
+
+def _spoil_result(result: torch.Tensor, pattern: Pattern, chance: Chance) -> None:
+    elements = cells(result)
+    if elements is None or not elements.numel():
+        return
+    if result.dtype is torch.bool:
+        elements[:1] ^= 1
+    else:
+        pattern(elements, chance.random)
 
 
 class _Cells(Defect):
@@ -172,12 +181,12 @@ class Aliased(Defect):
         self._known: torch.Tensor | None = None
 
     def remembered(self, *memory: torch.Tensor) -> None:
-        first, second = memory
-        if self._known is None or not torch.equal(second, self._known):
-            first.copy_(second)  # if both were written, the higher address counts as the last write
+        low, high = memory
+        if self._known is None or not torch.equal(high, self._known):
+            low.copy_(high)  # if both were written, the higher address counts as the last write
         else:
-            second.copy_(first)
-        self._known = first.clone()
+            high.copy_(low)
+        self._known = low.clone()
 
 
 class Coupled(_Cells):
@@ -223,12 +232,7 @@ class Unit(Defect):
             or not self._chance.now()
         ):
             return
-        elements = cells(result)
-        if elements is not None and elements.numel():
-            if result.dtype is torch.bool:
-                elements[:1] ^= 1
-            else:
-                self._pattern(elements, self._chance.random)
+        _spoil_result(result, self._pattern, self._chance)
 
 
 def _has_sides(parameters: Parameters, operation: Operation) -> bool:
@@ -290,36 +294,13 @@ class WrongCollective(Defect):
             and self._chance.now()
         ):
             for output in collective.outputs:
-                elements = cells(output)
-                if elements is None or not elements.numel():
-                    continue
-                if output.dtype is torch.bool:
-                    elements[:1] ^= 1
-                else:
-                    self._pattern(elements, self._chance.random)
+                _spoil_result(output, self._pattern, self._chance)
 
 
 _TAIL = 1000
 
 
-def _zeros(data: torch.Tensor, chance: Chance) -> None:
-    data.zero_()
-
-
-def _offset(data: torch.Tensor, chance: Chance) -> None:
-    data.copy_(data.roll(64 if data.numel() > 64 else 1))
-
-
-def _tail(data: torch.Tensor, chance: Chance) -> None:
-    tail = data[-min(_TAIL, data.numel() // 2 + 1) :]
-    tail ^= 0x5A
-
-
-def _half(data: torch.Tensor, chance: Chance) -> None:
-    data[data.numel() // 2 :] = 0
-
-
-def _words(pattern: str) -> Callable[[torch.Tensor, Chance], None]:
+def _words(pattern: str) -> Callable[[torch.Tensor, Chance], object]:
     def spoil(data: torch.Tensor, chance: Chance) -> None:
         is_aligned = data.numel() >= 4 and data.storage_offset() % 4 == 0
         words = data[: data.numel() // 4 * 4].view(torch.int32) if is_aligned else data
@@ -328,23 +309,23 @@ def _words(pattern: str) -> Callable[[torch.Tensor, Chance], None]:
     return spoil
 
 
-_SPOIL: dict[str, Callable[[torch.Tensor, Chance], None]] = {
-    "zeros": _zeros,
-    "offset": _offset,
-    "tail": _tail,
-    "half": _half,
+_SPOIL: dict[str, Callable[[torch.Tensor, Chance], object]] = {
+    "zeros": lambda data, chance: data.zero_(),
+    "offset": lambda data, chance: data.copy_(data.roll(64 if data.numel() > 64 else 1)),
+    "tail": lambda data, chance: data[-min(_TAIL, data.numel() // 2 + 1) :].bitwise_xor_(0x5A),
+    "half": lambda data, chance: data[data.numel() // 2 :].zero_(),
     "bit": _words("bit"),
     "lane": _words("lane"),
 }
 
 
 class _Spoiled(Defect, abc.ABC):
-    """Some copies deliver wrong data, of the kind `what` in `_SPOIL`. Its parameters select the copies."""
+    """Some copies deliver wrong data, as the entry `damage` of `_SPOIL` does it. Its parameters select the copies."""
 
-    def __init__(self, parameters: Parameters, what: str = "zeros") -> None:
+    def __init__(self, parameters: Parameters, damage: str = "zeros") -> None:
         self.parameters = parameters
         self.chance = Chance(parameters)
-        self._spoil = _SPOIL[what]
+        self._spoil = _SPOIL[damage]
 
     @abc.abstractmethod
     def concerns(self, copy: Copy) -> bool:
@@ -373,6 +354,15 @@ class Link(_Spoiled):
         return (copy.source, copy.target) == (self.parameters["device"], self.parameters["peer"])
 
 
+def _deliver(other_data: torch.Tensor | None, data: torch.Tensor) -> None:
+    """Replace the delivered data by other data, as far as they reach, or by zeros."""
+    if other_data is None:
+        data.zero_()
+    else:
+        size = min(other_data.numel(), data.numel())
+        data[:size] = other_data[:size]
+
+
 class Stale(Link):
     """Leave the old content of the memory. If it was new, deliver the previous data of the link, or zeros."""
 
@@ -380,12 +370,7 @@ class Stale(Link):
 
     def spoil(self, copy: Copy) -> None:
         arrived = copy.data.clone()
-        stale = copy.before if copy.before is not None else self._last
-        if stale is None:
-            copy.data.zero_()
-        else:
-            size = min(stale.numel(), copy.data.numel())
-            copy.data[:size] = stale[:size]
+        _deliver(copy.before if copy.before is not None else self._last, copy.data)
         self._last = arrived
 
 
@@ -413,11 +398,7 @@ class AnotherPeer(Link):
         super().copied(copy)
 
     def spoil(self, copy: Copy) -> None:
-        if self._previous is None:
-            copy.data.zero_()
-        else:
-            size = min(self._previous.numel(), copy.data.numel())
-            copy.data[:size] = self._previous[:size]
+        _deliver(self._previous, copy.data)
 
 
 class Egress(_Spoiled):
@@ -430,8 +411,8 @@ class Egress(_Spoiled):
 class HostLink(_Spoiled):
     """The link between the host and ``device``. Parameters: memory ("pinned", "pageable", "any")."""
 
-    def __init__(self, parameters: Parameters, what: str, upload: bool = False, download: bool = False) -> None:
-        super().__init__(parameters, what)
+    def __init__(self, parameters: Parameters, damage: str, upload: bool = False, download: bool = False) -> None:
+        super().__init__(parameters, damage)
         self._upload, self._download = upload, download
 
     def concerns(self, copy: Copy) -> bool:
@@ -449,19 +430,19 @@ class _Slow(Defect, abc.ABC):
     """Some events take ``factor`` times as long; with ``below``, only those of at most that many bytes."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self.given = parameters
+        self.parameters = parameters
 
     @abc.abstractmethod
     def concerns(self, event: Event) -> bool:
         """Return whether the slow part handles an event."""
 
     def factor(self, event: Event) -> float:
-        most = int(self.given.get("below", 0))
-        slow = self.concerns(event) and (not most or 0 < _bytes(event) <= most)
-        return float(self.given["factor"]) if slow else 1.0
+        most = int(self.parameters.get("below", 0))
+        slow = self.concerns(event) and (not most or 0 < _bytes_of(event) <= most)
+        return float(self.parameters["factor"]) if slow else 1.0
 
 
-def _bytes(event: Event) -> int:
+def _bytes_of(event: Event) -> int:
     if isinstance(event, Operation):
         return sum(output.nbytes for output in event.outputs)
     return event.data.numel() if isinstance(event, Copy) else event.bytes
@@ -475,7 +456,7 @@ class SlowDevice(_Slow):
     """
 
     def concerns(self, event: Event) -> bool:
-        parameters = self.given
+        parameters = self.parameters
         unit = str(parameters.get("unit", "any"))
         return (
             isinstance(event, Operation)
@@ -492,8 +473,8 @@ class SlowLink(_Slow):
     def concerns(self, event: Event) -> bool:
         return (
             isinstance(event, Copy)
-            and (event.source, event.target) == (self.given["device"], self.given["peer"])
-            and self.given.get("path", "any") in ("any", event.path)
+            and (event.source, event.target) == (self.parameters["device"], self.parameters["peer"])
+            and self.parameters.get("path", "any") in ("any", event.path)
         )
 
 
@@ -502,7 +483,7 @@ class SlowPort(_Slow):
 
     def concerns(self, event: Event) -> bool:
         ends = (event.source, event.target) if isinstance(event, Copy) else (None,)
-        return None not in ends and self.given["device"] in ends
+        return None not in ends and self.parameters["device"] in ends
 
 
 class SlowHostLink(_Slow):
@@ -512,10 +493,13 @@ class SlowHostLink(_Slow):
     """
 
     def concerns(self, event: Event) -> bool:
-        if not isinstance(event, Copy) or {event.source, event.target} != {None, self.given["device"]}:
+        if not isinstance(event, Copy) or {event.source, event.target} != {None, self.parameters["device"]}:
             return False
         way, memory = ("upload" if event.source is None else "download"), "pinned" if event.pinned else "pageable"
-        return self.given.get("way", "any") in ("any", way) and self.given.get("memory", "any") in ("any", memory)
+        return self.parameters.get("way", "any") in ("any", way) and self.parameters.get("memory", "any") in (
+            "any",
+            memory,
+        )
 
 
 class SlowCollective(_Slow):
@@ -524,8 +508,8 @@ class SlowCollective(_Slow):
     def concerns(self, event: Event) -> bool:
         return (
             isinstance(event, EndedCollective)
-            and self.given["device"] in event.group
-            and self.given.get("operation", "any") in ("any", event.name)
+            and self.parameters["device"] in event.group
+            and self.parameters.get("operation", "any") in ("any", event.name)
         )
 
 

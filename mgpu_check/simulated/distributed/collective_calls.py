@@ -31,7 +31,11 @@ def is_channels_last(t: torch.Tensor) -> bool:
 
 @dataclass
 class Staging:
-    """The plain tensors that gloo works on, and the tensors that receive its results."""
+    """The plain tensors that gloo works on, and the tensors that receive its results.
+
+    Each call of a process group makes one, or one for all calls that it coalesces. The functions that start them on
+    gloo fill it. The end of a synchronous call, or the first wait for a late one, delivers the results.
+    """
 
     late: bool
     device: torch.device | None = None
@@ -120,7 +124,11 @@ class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class LateWork(dist.Work):
-    """The work of a collective, whose results are poison until the caller waits."""
+    """The work of a collective, whose results are poison until the caller waits.
+
+    A process group returns it for an asynchronous call. The first wait for it, for its future or for its device waits
+    for gloo and delivers the results.
+    """
 
     def __init__(
         self,
@@ -283,7 +291,7 @@ def _on_gloo(call: TransferCall, method: str, pg: dist.ProcessGroup, *args: Any)
         untitled()
 
 
-def _bytes(t: torch.Tensor) -> torch.Tensor:
+def _movable(t: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor in a dtype that gloo can move."""
     return t if t.dtype in _MOVED_AS_IS else t.view(-1).view(torch.uint8)
 
@@ -308,17 +316,17 @@ def all_reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> S
         works.append(_on_gloo(call, "allreduce", pg, [prepared], call.options(_c10d.AllreduceOptions, reduceOp=op)))
         if prepared.dtype is host.dtype and prepared is not host:
             factors.append((host, prepared))
-    return works, (lambda: _copy(factors)) if factors else None
+    return works, (lambda: _copy_back(factors)) if factors else None
 
 
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for target, source in pairs:
         target.copy_(source.view(target.shape))
 
 
 def broadcast(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     is_root = pg.rank() == call.root
-    hosts = [_bytes(staging.read(t) if is_root else staging.write(t)) for t in call.both]
+    hosts = [_movable(staging.read(t) if is_root else staging.write(t)) for t in call.both]
     if is_root:
         staging.results.extend(call.both)
     options = call.options(_c10d.BroadcastOptions, rootRank=call.root)
@@ -334,13 +342,13 @@ def reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Start
     options = call.options(_c10d.ReduceOptions, reduceOp=op, rootRank=call.root)
     work = _on_gloo(call, "reduce", pg, [prepared], options)
     copies_back = is_root and prepared is not host and prepared.dtype is host.dtype
-    return [work], (lambda: _copy([(host, prepared)])) if copies_back else None
+    return [work], (lambda: _copy_back([(host, prepared)])) if copies_back else None
 
 
 def all_gather(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     staging.joined = len({out.shape for out in call.outs}) == 1
-    mine = _bytes(staging.read(call.ins[0]))
-    outs = [_bytes(staging.write(t)) for t in call.outs]
+    mine = _movable(staging.read(call.ins[0]))
+    outs = [_movable(staging.write(t)) for t in call.outs]
     if len({t.numel() for t in call.outs}) == 1:
         if any(t.shape != mine.shape for t in outs):
             outs, mine = [t.view(-1) for t in outs], mine.view(-1)
@@ -355,30 +363,30 @@ def all_gather(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> S
 
 
 def all_gather_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    mine = _bytes(staging.read(call.ins[0])).view(-1)
-    out = _bytes(staging.write(call.outs[0])).view(-1)
+    mine = _movable(staging.read(call.ins[0])).view(-1)
+    out = _movable(staging.write(call.outs[0])).view(-1)
     return [_on_gloo(call, "_allgather_base", pg, out, mine, call.options(_c10d.AllgatherOptions))], None
 
 
 def gather(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    mine = _bytes(staging.read(call.ins[0]))
-    outs = [_bytes(staging.write(t)) for t in call.outs]
+    mine = _movable(staging.read(call.ins[0]))
+    outs = [_movable(staging.write(t)) for t in call.outs]
     options = call.options(_c10d.GatherOptions, rootRank=call.root)
     return [_on_gloo(call, "gather", pg, [outs] if outs else [], [mine], options)], None
 
 
 def gather_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    mine = _bytes(staging.read(call.ins[0])).view(-1)
+    mine = _movable(staging.read(call.ins[0])).view(-1)
     outs: list[torch.Tensor] = []
     if pg.rank() == call.root:  # elsewhere the output is a placeholder without elements
-        outs = list(_bytes(staging.write(call.outs[0])).view(pg.size(), mine.numel()).unbind())
+        outs = list(_movable(staging.write(call.outs[0])).view(pg.size(), mine.numel()).unbind())
     options = call.options(_c10d.GatherOptions, rootRank=call.root)
     return [_on_gloo(call, "gather", pg, [outs] if outs else [], [mine], options)], None
 
 
 def scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    inputs = [_bytes(staging.read(t)) for t in call.ins]
-    out = _bytes(staging.write(call.outs[0]))
+    inputs = [_movable(staging.read(t)) for t in call.ins]
+    out = _movable(staging.write(call.outs[0]))
     options = call.options(_c10d.ScatterOptions, rootRank=call.root)
     return [_on_gloo(call, "scatter", pg, [out], [inputs] if inputs else [], options)], None
 
@@ -399,7 +407,7 @@ def reduce_scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) 
         works.append(_on_gloo(call, "reduce", pg, [scratch], options))
         if root == pg.rank():
             mine = scratch
-    return works, lambda: _copy([(target, mine)])
+    return works, lambda: _copy_back([(target, mine)])
 
 
 def reduce_scatter_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
@@ -411,13 +419,13 @@ def reduce_scatter_single(call: TransferCall, pg: dist.ProcessGroup, staging: St
 
 
 def all_to_all(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    inputs = [_bytes(staging.read(t)).view(-1) for t in call.ins]
-    outs = [_bytes(staging.write(t)).view(-1) for t in call.outs]
+    inputs = [_movable(staging.read(t)).view(-1) for t in call.ins]
+    outs = [_movable(staging.write(t)).view(-1) for t in call.outs]
     joined = torch.empty(sum(t.numel() for t in outs), dtype=outs[0].dtype)
     sizes = [t.numel() for t in outs], [t.numel() for t in inputs]
     options = call.options(_c10d.AllToAllOptions)
     work = _on_gloo(call, "alltoall_base", pg, joined, torch.cat(inputs), *sizes, options)
-    return [work], lambda: _copy(list(zip(outs, joined.split(sizes[0]), strict=True)))
+    return [work], lambda: _copy_back(list(zip(outs, joined.split(sizes[0]), strict=True)))
 
 
 def all_to_all_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
@@ -458,164 +466,125 @@ def without_self(pg: dist.ProcessGroup, calls: list[TransferCall], staging: Stag
     return (call for call in calls if call not in mine)
 
 
-def _one(title: str, run: Callable[..., Started], opts: Any, timeout: Any = None, **fields: Any) -> list[TransferCall]:
-    """Return a call; its options are an object of torch, a time limit, or another argument, which has neither."""
-    if timeout is None:
-        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
-    return [TransferCall(title, run, bool(getattr(opts, "asyncOp", True)), timeout=timeout, **fields)]
-
-
-def _list(value: Any, alternative: Any = None) -> Tensors:
-    """Return the tensors of an argument, or of its other spelling."""
-    value = value if alternative is None else alternative
-    return [value] if isinstance(value, torch.Tensor) else list(value)
-
-
-def _nested(value: Any) -> Tensors:
-    """Return the only list inside a list of lists, or a flat list unchanged."""
-    tensors = list(value or ())
+def _operands(arguments: dict[str, Any], spellings: tuple[str, ...]) -> Tensors:
+    """Return the tensors of the argument with one of these names: one, a list, or the only list in a list of lists."""
+    value = next((arguments[name] for name in spellings if arguments.get(name) is not None), None)
+    tensors = [value] if isinstance(value, torch.Tensor) else list(value or ())
     return list(tensors[0]) if tensors and isinstance(tensors[0], (list, tuple)) else tensors
 
 
-def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:
-    """Return (options, operation) for a method whose argument is one of them."""
-    if isinstance(opts, (_Op, _Op.RedOpType)):
-        opts, op = None, opts
-    if op is None:
-        op = _Op.SUM if opts is None else opts.reduceOp
-    return opts, op
+@dataclass(frozen=True)
+class _Parser:
+    """How to read the arguments of the C++ overloads of one method."""
+
+    title: str
+    start: Callable[[TransferCall, dist.ProcessGroup, Staging], Started]
+    parameters: str  # names of the positional parameters
+    # outs, ins, both: names of the parameter for the tensors that are written, read, or both, with its other spelling
+    outs: tuple[str, ...] = ()
+    ins: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
+    lists: tuple[bool, bool] = (False, False)  # as in `TransferCall`
+    reduces: bool = False
+    peer: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[TransferCall]:
+        positional = self.parameters.split()
+        if len(args) > len(positional) or kwargs.keys() - {*positional, *self.outs, *self.ins, *self.both, *_KEYWORDS}:
+            raise TypeError(f"{self.title}(): incompatible function arguments")
+        arguments = {**dict(zip(positional, args, strict=False)), **kwargs}
+        opts, op, root, timeout = (arguments.get(name) for name in ("opts", *_KEYWORDS))
+        # In place of the options some overloads take the operation, the root or the time limit.
+        if isinstance(opts, (_Op, _Op.RedOpType)):
+            opts, op = None, opts
+        elif isinstance(opts, int):
+            opts, root = None, opts
+        elif isinstance(opts, timedelta):
+            opts, timeout = None, timeout or opts
+        if self.reduces and op is None:
+            op = _Op.SUM if opts is None else opts.reduceOp
+        root = arguments.get("dstRank", arguments.get("srcRank", -1)) if self.peer else getattr(opts, "rootRank", root)
+        return [
+            TransferCall(
+                self.title,
+                self.start,
+                late=bool(getattr(opts, "asyncOp", True)),
+                outs=_operands(arguments, self.outs),
+                ins=_operands(arguments, self.ins),
+                both=_operands(arguments, self.both),
+                op=op,
+                root=int(root or 0),
+                lists=self.lists,
+                splits=(arguments.get("output_split_sizes", ()), arguments.get("input_split_sizes", ())),
+                timeout=getattr(opts, "timeout", None) if timeout is None else timeout,
+                peer=self.peer,
+                tag=arguments.get("tag", 0),
+            )
+        ]
 
 
-def _root(opts: Any, root: int) -> int:
-    """Return the root for a method whose argument is either options or the rank."""
-    if isinstance(opts, int):
-        return opts
-    return root if opts is None else int(opts.rootRank)
-
-
-def _parse_allreduce(
-    tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None, tensor: Any = None
-) -> list[TransferCall]:
-    opts, op = _reduction(opts, op)
-    return _one("all_reduce", all_reduce, opts, timeout, both=_list(tensors, tensor), op=op)
+_KEYWORDS = ("op", "root", "timeout")
+_TENSORS = ("tensors", "tensor")
+_INPUTS = ("input_tensors", "input_tensor")
+_LISTS = "output_tensors input_tensors opts timeout"
+_GATHER_SINGLE = _Parser("_all_gather_base", all_gather_single, "output input opts", ("output",), ("input",))
+_SCATTER_SINGLE = _Parser(
+    "_reduce_scatter_base", reduce_scatter_single, "outputTensor inputTensor opts", ("outputTensor",),
+    ("inputTensor",), reduces=True,
+)  # fmt: skip
+_ALL_GATHER = _Parser("all_gather", all_gather, _LISTS, ("output_tensors",), _INPUTS, lists=(True, False))
+_COALESCED = _Parser("allreduce_coalesced", all_reduce, "tensors opts", both=("tensors",), reduces=True)
 
 
 def _parse_allreduce_coalesced(tensors: Sequence[torch.Tensor], opts: Any = None) -> list[TransferCall]:
-    opts, op = _reduction(opts, None)
-    return [call for t in tensors for call in _one("allreduce_coalesced", all_reduce, opts, both=[t], op=op)]
-
-
-def _parse_broadcast(
-    tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, tensor: Any = None, root: int = 0
-) -> list[TransferCall]:
-    source = _root(opts, root)
-    return _one("broadcast", broadcast, opts, timeout, both=_list(tensors, tensor), root=source)
-
-
-def _parse_reduce(
-    tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None, root: int = 0
-) -> list[TransferCall]:
-    target = _root(opts, root)
-    opts, op = _reduction(None if isinstance(opts, int) else opts, op)
-    return _one("reduce", reduce, opts, timeout, both=_list(tensors, tensor), op=op, root=target)
-
-
-def _parse_allgather(
-    output_tensors: Any, input_tensors: Any = None, opts: Any = None, *, input_tensor: Any = None, timeout: Any = None
-) -> list[TransferCall]:
-    outs, ins = _nested(output_tensors), _list(input_tensors, input_tensor)
-    return _one("all_gather", all_gather, opts, timeout, outs=outs, ins=ins, lists=(True, False))
+    return [call for t in tensors for call in _COALESCED([t], opts)]
 
 
 def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = None) -> list[TransferCall]:
     # One list per rank, with one output per input.
     pairs = zip(zip(*output_lists, strict=True), input_list, strict=True)
-    return [call for outs, mine in pairs for call in _parse_allgather([list(outs)], [mine], opts)]
+    return [call for outs, mine in pairs for call in _ALL_GATHER([list(outs)], [mine], opts)]
 
 
-def _parse_all_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[TransferCall]:
-    return _one("_all_gather_base", all_gather_single, opts, outs=[output], ins=[input])
-
-
-def _parse_gather(
-    output_tensors: Any, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
-    input_tensor: Any = None, root: int = 0,
-) -> list[TransferCall]:  # fmt: skip
-    outs, ins, target = _nested(output_tensors), _list(input_tensors, input_tensor), _root(opts, root)
-    return _one("gather", gather, opts, timeout, outs=outs, ins=ins, root=target, lists=(True, False))
-
-
-def _parse_scatter(
-    output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
-    output_tensor: Any = None, root: int = 0,
-) -> list[TransferCall]:  # fmt: skip
-    outs, ins, source = _list(output_tensors, output_tensor), _nested(input_tensors), _root(opts, root)
-    return _one("scatter", scatter, opts, timeout, outs=outs, ins=ins, root=source, lists=(False, True))
-
-
-def _parse_reduce_scatter(
-    output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
-    output: Any = None, input: Any = None, op: Any = None,
-) -> list[TransferCall]:  # fmt: skip
-    opts, op = _reduction(opts, op)
-    outs, ins = _list(output_tensors, output), _nested(input_tensors if input is None else input)
-    return _one("reduce_scatter", reduce_scatter, opts, timeout, outs=outs, ins=ins, op=op, lists=(False, True))
-
-
-def _parse_reduce_scatter_single(
-    outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
-) -> list[TransferCall]:  # torch's names
-    outs, ins = [outputTensor], [inputTensor]
-    opts, op = _reduction(opts, None)
-    return _one("_reduce_scatter_base", reduce_scatter_single, opts, outs=outs, ins=ins, op=op)
-
-
-def _each(parse: Callable[..., list[TransferCall]]) -> Callable[..., list[TransferCall]]:
+def _each(parse: _Parser) -> Callable[..., list[TransferCall]]:
     def parse_each(outputs: Any, inputs: Any, opts: Any = None) -> list[TransferCall]:
         return [call for pair in zip(outputs, inputs, strict=True) for call in parse(*pair, opts)]
 
     return parse_each
 
 
-def _parse_all_to_all_single(
-    output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int],
-    opts: Any = None, *, timeout: Any = None,
-) -> list[TransferCall]:  # fmt: skip
-    splits = output_split_sizes, input_split_sizes
-    return _one("all_to_all", all_to_all_single, opts, timeout, outs=[output], ins=[input], splits=splits)
-
-
 PARSERS: dict[str, Callable[..., list[TransferCall]]] = {
-    "all_reduce": _parse_allreduce,
+    "all_reduce": _Parser("all_reduce", all_reduce, "tensors opts timeout", both=_TENSORS, reduces=True),
     "all_reduce_coalesced": _parse_allreduce_coalesced,
-    "broadcast": _parse_broadcast,
-    "reduce": _parse_reduce,
-    "all_gather": _parse_allgather,
+    "broadcast": _Parser("broadcast", broadcast, "tensors opts timeout", both=_TENSORS),
+    "reduce": _Parser("reduce", reduce, "tensors opts op timeout", both=_TENSORS, reduces=True),
+    "all_gather": _ALL_GATHER,
     "all_gather_coalesced": _parse_allgather_coalesced,
-    "all_gather_into_tensor": _parse_all_gather_single,
-    "all_gather_into_tensor_coalesced": _each(_parse_all_gather_single),
-    "gather": _parse_gather,
-    "gather_single": lambda output, input, opts=None: _one(
-        "gather", gather_single, opts, outs=[output], ins=[input], root=_root(opts, 0)
+    "all_gather_into_tensor": _GATHER_SINGLE,
+    "all_gather_into_tensor_coalesced": _each(_GATHER_SINGLE),
+    "gather": _Parser("gather", gather, _LISTS, ("output_tensors",), _INPUTS, lists=(True, False)),
+    "gather_single": _Parser("gather", gather_single, "output input opts", ("output",), ("input",)),
+    "scatter": _Parser(
+        "scatter", scatter, _LISTS, ("output_tensors", "output_tensor"), ("input_tensors",), lists=(False, True)
     ),
-    "scatter": _parse_scatter,
-    "reduce_scatter": _parse_reduce_scatter,
-    "reduce_scatter_tensor": _parse_reduce_scatter_single,
-    "reduce_scatter_tensor_coalesced": _each(_parse_reduce_scatter_single),
-    "all_to_all": lambda output_tensors, input_tensors, opts=None: _one(
-        "all_to_all", all_to_all, opts, outs=list(output_tensors), ins=list(input_tensors), lists=(True, True)
+    "reduce_scatter": _Parser(
+        "reduce_scatter", reduce_scatter, _LISTS, ("output_tensors", "output"), ("input_tensors", "input"),
+        lists=(False, True), reduces=True,
     ),
-    "all_to_all_single": _parse_all_to_all_single,
-    "send": lambda tensors, dstRank, tag=0: _one(
-        "send", send, None, ins=_list(tensors), root=dstRank, peer=True, tag=tag
+    "reduce_scatter_tensor": _SCATTER_SINGLE,
+    "reduce_scatter_tensor_coalesced": _each(_SCATTER_SINGLE),
+    "all_to_all": _Parser(
+        "all_to_all", all_to_all, "output_tensors input_tensors opts", ("output_tensors",), ("input_tensors",),
+        lists=(True, True),
     ),
-    "recv": lambda tensors, srcRank, tag=0: _one(
-        "recv", recv, None, outs=_list(tensors), root=srcRank, peer=True, tag=tag
+    "all_to_all_single": _Parser(
+        "all_to_all", all_to_all_single, "output input output_split_sizes input_split_sizes opts", ("output",),
+        ("input",),
     ),
-    "recv_anysource": lambda tensors, tag=0: _one(
-        "recv", recv_anysource, None, outs=_list(tensors), root=-1, peer=True, tag=tag
-    ),
-}
+    "send": _Parser("send", send, "tensors dstRank tag", ins=("tensors",), peer=True),
+    "recv": _Parser("recv", recv, "tensors srcRank tag", ("tensors",), peer=True),
+    "recv_anysource": _Parser("recv", recv_anysource, "tensors tag", ("tensors",), peer=True),
+}  # fmt: skip
 """Function of ``torch.distributed``, or method with other arguments -> the parser of its methods."""
 
 

@@ -91,19 +91,10 @@ def _all_reduce_(input: torch.Tensor, reduce_op: str, group_name: Any) -> torch.
     return input
 
 
-def _all_reduce(input: torch.Tensor, reduce_op: str, group_name: Any) -> torch.Tensor:
-    return _all_reduce_(input.clone(memory_format=torch.contiguous_format), reduce_op, group_name)
-
-
 def _all_reduce_coalesced_(inputs: Tensors, reduce_op: str, group_name: Any) -> Tensors:
     opts = _reduction(_c10d.AllreduceCoalescedOptions, reduce_op)
     _pending(_group(group_name).allreduce_coalesced(inputs, opts), *inputs)
     return inputs
-
-
-def _all_reduce_coalesced(inputs: Tensors, reduce_op: str, group_name: Any) -> Tensors:
-    copies = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
-    return _all_reduce_coalesced_(copies, reduce_op, group_name)
 
 
 def _gathered(input: torch.Tensor, size: int) -> torch.Tensor:
@@ -172,18 +163,23 @@ def _broadcast_(input: torch.Tensor, src: int, group_name: Any) -> torch.Tensor:
     return input
 
 
-def _broadcast(input: torch.Tensor, src: int, group_name: Any) -> torch.Tensor:
-    return _broadcast_(input.clone(memory_format=torch.contiguous_format), src, group_name)
+def _copy(t: torch.Tensor) -> torch.Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__[1:]: function
     for function in (
-        *(_all_reduce, _all_reduce_, _all_reduce_coalesced, _all_reduce_coalesced_, _all_gather_into_tensor),
-        *(_all_gather_into_tensor_out, _all_gather_into_tensor_coalesced, _reduce_scatter_tensor),
-        *(_reduce_scatter_tensor_out, _reduce_scatter_tensor_coalesced, _all_to_all_single, _broadcast, _broadcast_),
+        *(_all_reduce_, _all_reduce_coalesced_, _all_gather_into_tensor, _all_gather_into_tensor_out),
+        *(_all_gather_into_tensor_coalesced, _reduce_scatter_tensor, _reduce_scatter_tensor_out),
+        *(_reduce_scatter_tensor_coalesced, _all_to_all_single, _broadcast_),
     )
-} | {"wait_tensor": wait_pending}
+} | {
+    "all_reduce": lambda input, reduce_op, group_name: _all_reduce_(_copy(input), reduce_op, group_name),
+    "all_reduce_coalesced": lambda inputs, *options: _all_reduce_coalesced_(list(map(_copy, inputs)), *options),
+    "broadcast": lambda input, src, group_name: _broadcast_(_copy(input), src, group_name),
+    "wait_tensor": wait_pending,
+}
 
 
 def _fused_all_gather_matmul(

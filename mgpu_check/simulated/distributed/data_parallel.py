@@ -76,7 +76,10 @@ def _broadcast_of_reducer(
 
 
 class _Buckets:
-    """The hook that reduces the buckets of a reducer in Python; the user's hook may replace it."""
+    """The hook that reduces the buckets of a reducer in Python; the user's hook may replace it.
+
+    It is made with a reducer on NCCL if the node has simulated hardware. C++ calls it for each bucket.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -115,7 +118,10 @@ def _made(original: Callable[..., None], self: Any, params: Sequence[torch.Tenso
 
 @around
 def _forward_work(original: Callable[..., None], self: object, work: object, use_static_world_size: bool) -> None:
-    """Pass gloo's own work to C++, which uses it to count the active ranks in DDP's ``join``."""
+    """Pass gloo's own work to C++, which uses it to count the active ranks in DDP's ``join``.
+
+    C++ keeps the work, and waits for it: torch/csrc/distributed/c10d/reducer.hpp, ForwardPassAllreduceWork, torch 2.13
+    """
     original(self, work.works[0] if isinstance(work, LateWork) else work, use_static_world_size)
 
 
@@ -353,4 +359,5 @@ def install_parallel(patches: Patches) -> None:
     for function in (_broadcast, _broadcast_out, _broadcast_coalesced, _scatter, _scatter_out, _gather, _gather_out):
         patches.set(torch._C, function.__name__, function)
     # Scatter caches one copy stream per device at its first call; that may have been outside this node.
+    # torch/nn/parallel/_functions.py, _get_stream, torch 2.13
     patches.set(torch.nn.parallel._functions, "_streams", None)

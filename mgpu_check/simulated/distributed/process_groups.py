@@ -71,7 +71,11 @@ class NcclOptions:
 
 
 class ProcessGroupNCCL:
-    """The backend of a process group; forwards collectives to the group."""
+    """The backend of a process group; forwards collectives to the group.
+
+    The simulation makes one for each group with NCCL, and ``group._get_backend`` returns it. A program may also make
+    one, with a group of its own.
+    """
 
     Options = NcclOptions
     NCCLConfig = NCCLConfig
@@ -118,10 +122,7 @@ class ProcessGroupNCCL:
         return "nccl"
 
     _get_backend_name = name
-
-    @property
-    def uid(self) -> int:
-        return id(self)
+    uid = property(id)
 
     @property
     def bound_device_id(self) -> torch.device | None:
@@ -166,7 +167,11 @@ _pg = torch._C._distributed_c10d.ProcessGroup
 
 @dataclass(eq=False)
 class NcclGroup:
-    """The simulation's record of one process group that has NCCL."""
+    """The simulation's record of one process group that has NCCL.
+
+    It is made with the group, by ``init_process_group``, ``new_group`` or ``split_group``. Collectives find it by the
+    name of the group. It stays for a while after ``destroy_process_group``, see `_forgetting`.
+    """
 
     pg: dist.ProcessGroup
     store: c10d.Store
@@ -181,7 +186,7 @@ class NcclGroup:
         """Wait until all ranks have made the group, 10 s at most.
 
         Gloo connects while a group is made: a rank that is still connecting raises "Connection closed by peer" if
-        another rank frees the group. NCCL connects in the first collective.
+        another rank frees the group (pytorch/pytorch#61396). NCCL connects in the first collective.
         """
         with contextlib.suppress(RuntimeError):  # a rank or the store has ended
             self.store.wait([f"mgpu_check/made/{rank}" for rank in range(self.pg.size())], _BEING_MADE)
@@ -340,7 +345,8 @@ def _forgetting(original: Callable[..., None], group: dist.ProcessGroup | None =
     """Free destroyed groups later, when another group is destroyed or made; a group's threads live as long as it does.
 
     Freeing a group at once can deadlock, because a model under DistributedDataParallel may hold the last reference. If
-    that goes just after the last collective, gloo joins its thread under Python's lock, and the thread may wait for it.
+    that goes just after the last collective, gloo joins its thread under Python's lock, and the thread may wait for it
+    (pytorch/pytorch#56297).
     """
     every = group is None or group is dist.group.WORLD
     groups = [*c10d._world.pg_map] if every else [group]
@@ -410,7 +416,6 @@ def _name(original: Callable[[dist.ProcessGroup], str], self: dist.ProcessGroup)
 
 
 def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the checksum of tensors that torch logs at debug level DETAIL."""
     number = 0
     for tensor in tensors:
         number = zlib.crc32(bytes_of(to_real(tensor)), number)
@@ -424,6 +429,7 @@ def install_groups(patches: Patches) -> None:
     patches.wrap(c10d, "_new_process_group_helper", _helper)
     patches.replace(dist.destroy_process_group, _forgetting(dist.destroy_process_group))
     patches.replace(dist.is_nccl_available, lambda: True)
+    # None in builds without NCCL: torch/distributed/constants.py, torch 2.13. `_get_default_timeout` would warn.
     if vars(c10d)["default_pg_nccl_timeout"] is None:
         patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
     patches.set(torch._C._distributed_c10d, "_hash_tensors", _hash_tensors)

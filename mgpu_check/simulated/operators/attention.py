@@ -5,7 +5,7 @@ C++ would choose by the backing device. So this module chooses the operator, and
 above autograd: the operators have CUDA's backward functions, DTensor's strategies and ring attention's handlers.
 
 The conditions of the choice come from ``sdp_utils.cpp`` of torch 2.11 and later, for dense operands, in the same
-order. Each returns torch's reason why its kernel cannot be used, or "".
+order. Each returns torch's reason why its kernel cannot be used, or None.
 
 The kernels compute in float32, as the tensor cores accumulate, and round the results to the dtype of the operands.
 Backward functions recompute the weights from the given logsumexp. So a caller may pass a logsumexp over more keys
@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _LARGEST_HEAD = 256  # of the flash kernels, and of cuDNN's on this device
 _SIXTEENTHS = 16  # cuDNN rounds the probability of dropout to multiples of 1/16
 
 Params = torch.backends.cuda.SDPAParams
-Condition = Callable[[Params], str]
+Condition = Callable[[Params], str | None]
 
 
 def on_device(t: Any) -> bool:
@@ -48,23 +49,23 @@ def on_device(t: Any) -> bool:
     return isinstance(t, SimulatedTensor) or (is_traceable_wrapper_subclass(t) and bool(t.is_cuda))  # type: ignore[attr-defined]
 
 
-def _tensors(params: Params) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tensors(params: Params) -> tuple[Tensor, Tensor, Tensor]:
     return params.query, params.key, params.value
 
 
-def _four_dimensional(params: Params) -> str:
+def _four_dimensional(params: Params) -> str | None:
     query, key, value = (t.dim() for t in _tensors(params))
     if query == key == value == 4:
-        return ""
+        return None
     return (
         "All fused kernels requires query, key and value to be 4 dimensional, but got Query dim: "
         f"{query}, Key dim: {key}, Value dim: {value} instead."
     )
 
 
-def _on_cuda(params: Params) -> str:
+def _on_cuda(params: Params) -> str | None:
     if all(map(on_device, _tensors(params))):
-        return ""
+        return None
     query, key, value = (t.device for t in _tensors(params))
     return (
         f"All tensors need to be on cuda device. Got query on device: {query}, key on device: {key}, value on device: "
@@ -75,10 +76,10 @@ def _on_cuda(params: Params) -> str:
 def _dtype_in(*allowed: torch.dtype) -> Condition:
     """Return the condition that the three operands have the same dtype, one of ``allowed``."""
 
-    def condition(params: Params) -> str:
+    def condition(params: Params) -> str | None:
         dtypes = [t.dtype for t in _tensors(params)]
         if dtypes[0] in allowed and len(set(dtypes)) == 1:
-            return ""
+            return None
         allowed_names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         query, key, value = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
@@ -96,7 +97,7 @@ def _heads(gqa: bool, same_keys_and_values: bool) -> Condition:
     `same_keys_and_values`: whether it requires as many heads of values as of keys.
     """
 
-    def condition(params: Params) -> str:
+    def condition(params: Params) -> str | None:
         shapes = "Query.sizes(): {}, Key sizes: {}, Value sizes: {} instead.".format(
             *(list(t.shape) for t in _tensors(params))
         )
@@ -108,7 +109,7 @@ def _heads(gqa: bool, same_keys_and_values: bool) -> Condition:
         query, key, value = (t.size(-3) for t in _tensors(params))
         if not params.enable_gqa or not gqa:
             if query == key == value or (SINCE_2_14 and key == value == 1):
-                return ""
+                return None
             return (
                 "For dense input, both fused kernels require query, key and value to have the same num_heads. " + shapes
             )
@@ -118,27 +119,27 @@ def _heads(gqa: bool, same_keys_and_values: bool) -> Condition:
             )
         if not key or not value or query % key or query % value:
             return "The number of heads in key/value must divide number of heads in query." + shapes
-        return ""
+        return None
 
     return condition
 
 
-def _not_empty(params: Params) -> str:
+def _not_empty(params: Params) -> str | None:
     # torch checks only the lengths of sequences. CUDA refuses an empty batch too: a launch without blocks.
     if all(t.numel() for t in _tensors(params)):
-        return ""
+        return None
     return "All fused kernels do not support zero seq_len_q or seq_len_kv."
 
 
 def _last_stride_1(ignore_single: bool) -> Condition:
     """Return the condition that rows are contiguous; `ignore_single` exempts operands with rows of one element."""
 
-    def condition(params: Params) -> str:
+    def condition(params: Params) -> str | None:
         rows = all(t.stride(-1) == 1 for t in _tensors(params))
         rows |= ignore_single and params.query.size(-1) == 1
         mask = params.attn_mask
         if rows and (mask is None or mask.stride(-1) == 1):
-            return ""
+            return None
         strides = ", ".join(f"{t.stride(-1)}" for t in (*_tensors(params), *([] if mask is None else [mask])))
         return f"All fused kernels require the last dimension of the input to have stride 1. Got {strides}"
 
@@ -146,88 +147,89 @@ def _last_stride_1(ignore_single: bool) -> Condition:
 
 
 def _enabled(is_enabled: Callable[[], bool], name: str) -> Condition:
-    return lambda params: "" if is_enabled() else f"{name} has been runtime disabled."
+    return lambda params: None if is_enabled() else f"{name} has been runtime disabled."
 
 
-def _no_mask(params: Params) -> str:
-    return "" if params.attn_mask is None else "Flash Attention does not support non-null attn_mask."
+def _no_mask(params: Params) -> str | None:
+    return None if params.attn_mask is None else "Flash Attention does not support non-null attn_mask."
 
 
-def _flash_head(params: Params) -> str:
+def _flash_head(params: Params) -> str | None:
     sizes = [t.size(-1) for t in _tensors(params)]
     if len(set(sizes)) == 1 and sizes[0] <= _LARGEST_HEAD:
-        return ""
+        return None
     return (
         "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. Got "
         "Query.size(-1): {}, Key.size(-1): {}, Value.size(-1): {} instead.".format(*sizes)
     )
 
 
-def _square_if_causal(params: Params) -> str:
-    # FlashAttention 2 aligns its causal mask to the lower right, torch to the upper left: they agree on squares.
+def _square_if_causal(params: Params) -> str | None:
+    # FlashAttention 2 aligns its causal mask to the lower right (Dao-AILab/flash-attention#517), torch to the upper
+    # left (pytorch/pytorch#108108): they agree on squares.
     query, key = params.query.size(-2), params.key.size(-2)
     if not params.is_causal or query == key:
-        return ""
+        return None
     return (
         f"Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {query} "
         f"seqlen_k: {key}. If you would like to use causal attention with non-square masks, please see CausalAttnMask."
     )
 
 
-def _efficient_head(params: Params) -> str:
+def _efficient_head(params: Params) -> str | None:
     # The tensor cores load 128 bits at once: 8 half-precision numbers, or 4 of float32.
     aligned = 8 if params.query.dtype in _HALF else 4
     query, key, value = (t.size(-1) for t in _tensors(params))
     if query == key and all(size > 0 and size % aligned == 0 for size in (query, value)):
-        return ""
+        return None
     return (
         f"Mem efficient attention requires last dimension of inputs to be divisible by {aligned}. "
         f"Got Query.size(-1): {query}, Key.size(-1): {key}, Value.size(-1): {value} instead."
     )
 
 
-def _aligned(params: Params) -> str:
+def _aligned(params: Params) -> str | None:
     # CUDA's allocations are aligned, so only the offset can be unaligned.
     if not SINCE_2_14 or all(t.storage_offset() * t.element_size() % 16 == 0 for t in _tensors(params)):
-        return ""
+        return None
     return (
         "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size to be aligned "
         "to 16 bytes."
     )
 
 
-def _may_vary(params: Params) -> str:
+def _may_vary(params: Params) -> str | None:
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return "cuDNN SDPA is not deterministic." if strict else ""
+    return "cuDNN SDPA is not deterministic." if strict else None
 
 
-def _cudnn_mask(params: Params) -> str:
+def _cudnn_mask(params: Params) -> str | None:
     mask = params.attn_mask
     if mask is None:
-        return ""
+        return None
     batch, heads, rows, _ = params.query.shape
     wanted = (batch, heads, rows, params.key.size(2))
     fits = mask.dim() in (2, 4) and all(
         have in (1, want) for have, want in zip(mask.shape, wanted[-mask.dim() :], strict=True)
     )
     if fits and not mask.requires_grad:
-        return ""
+        return None
     return (
         "Please use the following attn mask shapes: 2d - ({Q_seq_len, 1}  x {KV_seq_len, 1}); "
         "4d - ({Batch, 1} x {Num_heads, 1} x {Q_seq_len, 1}  x {KV_seq_len, 1})"
     )
 
 
-def _cudnn_dropout(params: Params) -> str:
+def _cudnn_dropout(params: Params) -> str | None:
     if (params.dropout * _SIXTEENTHS).is_integer():
-        return ""
+        return None
     return (
         "cuDNN dropout probability resolution is limited to 1/16."
         "Use a dropout probability that is a multiple of 1/16 to select the cuDNN backend"
     )
 
 
-def _cudnn_shapes(params: Params) -> str:
+def _cudnn_shapes(params: Params) -> str | None:
     sizes = params.query.size(-1), params.value.size(-1)
     if params.query.size(-1) != params.key.size(-1) or max(sizes) > _LARGEST_HEAD:
         return f"head_dim should be no more than {_LARGEST_HEAD}"
@@ -237,44 +239,23 @@ def _cudnn_shapes(params: Params) -> str:
         return "cudnn SDPA does not support key/value sequence length 1."
     if params.dropout and params.query.size(-2) == 1:
         return "cudnn SDPA does not support query sequence length 1 with dropout."
-    return ""
+    return None
 
 
 _FLASH: tuple[Condition, ...] = (
     _enabled(torch._C._get_flash_sdp_enabled, "Flash attention"),
-    _on_cuda,
-    _four_dimensional,
-    _no_mask,
-    _flash_head,
-    _square_if_causal,
-    _dtype_in(*_HALF),
-    _heads(gqa=True, same_keys_and_values=True),
-    _not_empty,
-    _last_stride_1(ignore_single=True),
+    *(_on_cuda, _four_dimensional, _no_mask, _flash_head, _square_if_causal, _dtype_in(*_HALF)),
+    *(_heads(gqa=True, same_keys_and_values=True), _not_empty, _last_stride_1(ignore_single=True)),
 )
 _EFFICIENT: tuple[Condition, ...] = (
     _enabled(torch._C._get_mem_efficient_sdp_enabled, "Memory Efficient attention"),
-    _on_cuda,
-    _four_dimensional,
-    _efficient_head,
-    _aligned,
-    _not_empty,
-    _last_stride_1(ignore_single=False),
-    _heads(gqa=SINCE_2_14, same_keys_and_values=True),
-    _dtype_in(torch.float16, torch.float32, torch.bfloat16),
+    *(_on_cuda, _four_dimensional, _efficient_head, _aligned, _not_empty, _last_stride_1(ignore_single=False)),
+    *(_heads(gqa=SINCE_2_14, same_keys_and_values=True), _dtype_in(torch.float16, torch.float32, torch.bfloat16)),
 )
 _CUDNN: tuple[Condition, ...] = (
     _enabled(torch._C._get_cudnn_sdp_enabled, "cuDNN attention"),
-    _on_cuda,
-    _four_dimensional,
-    _may_vary,
-    _dtype_in(*_HALF),
-    _cudnn_mask,
-    _cudnn_dropout,
-    _not_empty,
-    _last_stride_1(ignore_single=True),
-    _heads(gqa=True, same_keys_and_values=False),
-    _cudnn_shapes,
+    *(_on_cuda, _four_dimensional, _may_vary, _dtype_in(*_HALF), _cudnn_mask, _cudnn_dropout, _not_empty),
+    *(_last_stride_1(ignore_single=True), _heads(gqa=True, same_keys_and_values=False), _cudnn_shapes),
 )
 
 
@@ -328,6 +309,7 @@ _LOGSUMEXP_ROWS = 32  # the memory-efficient kernels pad their logsumexp to a mu
 _MASK_ROWS = 16  # and align the gradient of a mask to this many elements
 _AT_ONCE = 1 << 20  # elements of a matrix of weights to compute at once: 4 MiB fit into caches
 
+_aten = torch.ops.aten
 Optional = Tensor | None
 Attended = tuple[Tensor, Tensor]
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -340,7 +322,7 @@ def _repeated_heads(t: Tensor, count: int) -> Tensor:
 
 
 def _shared(gradient: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient of the argument of `_heads`, given that of its result."""
+    """Return the gradient of the argument of `_repeated_heads`, given that of its result."""
     if gradient.size(1) == like.size(1):
         return gradient
     batch, _, rows, width = gradient.shape
@@ -403,7 +385,6 @@ def _attend(weights: _Weights, value: Tensor) -> Attended:
 def _gradients(
     weights: _Weights, value: Tensor, gradient: Tensor, out: Tensor, logsumexp: Tensor, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Optional]:
-    """Return the gradients of query, key, value and, with ``of_bias``, of each score."""
     gradient, logsumexp = gradient.float(), logsumexp.float().unsqueeze(-1)
     mean = (gradient * out.float()).sum(-1, keepdim=True)
     of_queries, of_scores = [], []
@@ -418,7 +399,7 @@ def _gradients(
         of_queries.append(moved @ weights.key[:, :, visible])
         of_key[:, :, visible] += moved.mT @ weights.query[:, :, block].float()
         if of_bias:
-            of_scores.append(torch.nn.functional.pad(moved, (0, value.size(2) - visible.stop)))
+            of_scores.append(F.pad(moved, (0, value.size(2) - visible.stop)))
     of_query = torch.cat(of_queries, 2).mul_(weights.scale)
     return of_query, of_key.mul_(weights.scale), of_value, torch.cat(of_scores, 2) if of_bias else None
 
@@ -426,10 +407,6 @@ def _gradients(
 def _seed(dropout: float, device: torch.device) -> int:
     """Draw the seed of a dropout from the generator of the device; without dropout return 0 and draw nothing."""
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)) if dropout > 0 else 0
-
-
-def _scale_of(query: Tensor, scale: float | None) -> float:
-    return query.size(-1) ** -0.5 if scale is None else scale
 
 
 def _as_laid_out(like: Tensor, values: Tensor) -> Tensor:
@@ -445,14 +422,20 @@ def _rows_of_heads(like: Tensor, values: Tensor) -> Tensor:
     return torch.empty_permuted(values.shape, (0, 2, 1, 3), dtype=like.dtype, device=like.device).copy_(values)
 
 
-def _check_flash(query: Tensor, *others: Tensor) -> None:
+def _check_flash(call: SimpleNamespace) -> None:
+    query, key, value = call.operands
     if query.dtype not in _HALF:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if any(t.dtype != query.dtype for t in others):
+    if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError("query, key and value must have the same dtype")
     if query.size(-1) % _FLASH_ROWS:
         raise RuntimeError(
             "FlashAttention: head_size must be a multiple of 8; torch pads it before it calls this operator"
+        )
+    if call.is_causal and query.size(2) != key.size(2):
+        raise RuntimeError(
+            "FlashAttention aligns its causal mask to the lower right, torch to the upper left: is_causal wants as "
+            f"many queries as keys, but got {query.size(2)} and {key.size(2)}"
         )
 
 
@@ -464,38 +447,23 @@ def _check_dtype(name: str, allowed: tuple[torch.dtype, ...], query: Tensor, bia
         raise RuntimeError("invalid dtype for bias - should match query's dtype")
 
 
-def _bare(*tensors: Optional) -> list[Tensor]:
-    """Return the tensors on the backing device; None stays None, and only the caller's argument may be None."""
-    return [None if t is None else raw(t) for t in tensors]  # type: ignore[misc]
+def _weights(call: SimpleNamespace, bias: Optional, seed: int) -> _Weights:
+    query, key, _ = call.operands
+    scale = query.size(-1) ** -0.5 if call.scale is None else call.scale
+    return _Weights(query, _repeated_heads(key, query.size(1)), bias, scale, call.is_causal, call.dropout_p, seed)
 
 
-def _causal_square(causal: bool, query: Tensor, key: Tensor) -> bool:
-    if causal and query.size(2) != key.size(2):
-        raise RuntimeError(
-            "FlashAttention aligns its causal mask to the lower right, torch to the upper left: is_causal wants as "
-            f"many queries as keys, but got {query.size(2)} and {key.size(2)}"
-        )
-    return causal
-
-
-def _forward(
-    operands: Tensors, bias: Optional, dropout: float, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, int]:
-    """Return the attention, the logsumexp of each row, and the seed of the dropout."""
-    query, key, value = operands
-    heads, seed = query.size(1), _seed(dropout, query.device)
-    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), causal, dropout, seed)
-    return *_attend(weights, _repeated_heads(value, heads)), seed
+def _forward(call: SimpleNamespace, bias: Optional = None) -> tuple[Tensor, Tensor, int]:
+    query, _, value = call.operands
+    seed = _seed(call.dropout_p, query.device)
+    return *_attend(_weights(call, bias, seed), _repeated_heads(value, query.size(1))), seed
 
 
 def _backward(
-    operands: Tensors,
+    call: SimpleNamespace,
     bias: Optional,
     results: Tensors,
-    dropout: float,
     seed: Tensor,
-    causal: bool,
-    scale: float | None,
     laid_out: Callable[[Tensor, Tensor], Tensor] = _as_laid_out,
     of_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Optional]:
@@ -504,30 +472,37 @@ def _backward(
     `results`: the gradient of the attention, the attention, and the logsumexp of each row. `seed`: seed of the dropout,
     as the forward function returned it.
     """
-    query, key, value = operands
-    heads, number = query.size(1), int(seed) if dropout > 0 else 0
-    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), causal, dropout, number)
-    of_query, of_key, of_value, of_scores = _gradients(weights, _repeated_heads(value, heads), *results, of_bias)
+    query, key, value = call.operands
+    weights = _weights(call, bias, int(seed) if call.dropout_p > 0 else 0)
+    of_query, of_key, of_value, of_scores = _gradients(
+        weights, _repeated_heads(value, query.size(1)), *results, of_bias
+    )
     of_key, of_value = _shared(of_key, key), _shared(of_value, value)
     return laid_out(query, of_query), laid_out(key, of_key), laid_out(value, of_value), of_scores
 
 
-def _scaled_dot_product_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]:
-    query, key, value = _bare(query, key, value)
-    _check_flash(query, key, value)
-    if return_debug_mask:
+def _on_arguments(kernel: Callable[[SimpleNamespace], object]) -> Callable[..., object]:
+    """Make a kernel of a function that takes the arguments by the names of torch's schema, on the backing device."""
+    schema = getattr(_aten, kernel.__name__).default._schema
+
+    @functools.wraps(kernel)
+    def run(*args: object, **kwargs: object) -> object:
+        values = {
+            argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            for i, argument in enumerate(schema.arguments)
+        }
+        bare = {name: raw(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        return kernel(SimpleNamespace(**bare, operands=(bare["query"], bare["key"], bare["value"])))
+
+    return run
+
+
+def _scaled_dot_product_flash_attention(call: SimpleNamespace) -> tuple[object, ...]:
+    query, key, _ = call.operands
+    _check_flash(call)
+    if call.return_debug_mask:
         raise RuntimeError("return_debug_mask is not simulated: pass False")
-    causal, device = _causal_square(is_causal, query, key), query.device
-    out, logsumexp, seed = _forward((query, key, value), None, dropout_p, causal, scale)
+    out, logsumexp, seed = _forward(call)
     return (
         _as_laid_out(query, out),
         logsumexp,
@@ -535,52 +510,24 @@ def _scaled_dot_product_flash_attention(
         None,
         query.size(2),
         key.size(2),
-        torch.tensor([seed, 0], dtype=torch.int64, device=device).view(torch.uint64),
-        torch.zeros((), dtype=torch.int64, device=device).view(torch.uint64),
-        torch.empty(0, dtype=query.dtype, device=device),
+        torch.tensor([seed, 0], dtype=torch.int64, device=query.device).view(torch.uint64),
+        torch.zeros((), dtype=torch.int64, device=query.device).view(torch.uint64),
+        torch.empty(0, dtype=query.dtype, device=query.device),
     )
 
 
-def _scaled_dot_product_flash_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Optional,
-    cum_seq_k: Optional,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, query, key, value, out, logsumexp, state = _bare(grad_out, query, key, value, out, logsumexp, philox_seed)
-    _check_flash(query, key, value)
-    causal, seed = _causal_square(is_causal, query, key), state.view(torch.int64)[0]
-    return _backward((query, key, value), None, (grad_out, out, logsumexp), dropout_p, seed, causal, scale)[:3]
+def _scaled_dot_product_flash_attention_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    _check_flash(call)
+    results = call.grad_out, call.out, call.logsumexp
+    return _backward(call, None, results, call.philox_seed.view(torch.int64)[0])[:3]
 
 
-def _scaled_dot_product_efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Optional,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, bias = _bare(query, key, value, attn_bias)
+def _scaled_dot_product_efficient_attention(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    query, bias = call.query, call.attn_bias
     _check_dtype("memory-efficient attention", (*_HALF, torch.float32), query, bias)
-    out, logsumexp, seed = _forward((query, key, value), bias, dropout_p, is_causal, scale)
-    if compute_log_sumexp:  # the backward function ignores the padding
-        logsumexp = torch.nn.functional.pad(logsumexp, (0, -query.size(2) % _LOGSUMEXP_ROWS), value=math.inf)
+    out, logsumexp, seed = _forward(call, bias)
+    if call.compute_log_sumexp:  # the backward function ignores the padding
+        logsumexp = F.pad(logsumexp, (0, -query.size(2) % _LOGSUMEXP_ROWS), value=math.inf)
     else:
         logsumexp = logsumexp[..., :0].contiguous()
     return (
@@ -591,33 +538,14 @@ def _scaled_dot_product_efficient_attention(
     )
 
 
-def _scaled_dot_product_efficient_attention_backward(
-    grad_out_: Optional,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Optional,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Optional, Optional, Optional, Optional]:
-    if grad_out_ is None:
+def _scaled_dot_product_efficient_attention_backward(call: SimpleNamespace) -> tuple[Optional, ...]:
+    if call.grad_out_ is None:
         return None, None, None, None
-    gradient, query, key, value, bias, out, logsumexp, seed = _bare(
-        grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed
-    )
-    of_bias = bias is not None and bool(grad_input_mask[3])
-    results = gradient, out, logsumexp[..., : query.size(2)]
-    of_query, of_key, of_value, of_scores = _backward(
-        (query, key, value), bias, results, dropout_p, seed, is_causal, scale, _rows_of_heads, of_bias
-    )
-    return of_query, of_key, of_value, None if of_scores is None else _of_bias(bias, of_scores)
+    bias = call.attn_bias
+    results = call.grad_out_, call.out, call.logsumexp[..., : call.query.size(2)]
+    of_bias = bias is not None and bool(call.grad_input_mask[3])
+    *gradients, of_scores = _backward(call, bias, results, call.philox_seed, _rows_of_heads, of_bias)
+    return *gradients, None if of_scores is None else _of_bias(bias, of_scores)
 
 
 def _of_bias(bias: Tensor, of_scores: Tensor) -> Tensor:
@@ -626,25 +554,18 @@ def _of_bias(bias: Tensor, of_scores: Tensor) -> Tensor:
     return padded[..., :columns].copy_(of_scores.sum_to_size(bias.shape))
 
 
-def _scaled_dot_product_cudnn_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Optional,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]:
-    query, key, value, bias = _bare(query, key, value, attn_bias)
-    _check_dtype("cuDNN attention", _HALF, query, bias)
-    bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
-    out, logsumexp, seed = _forward((query, key, value), bias, dropout_p, is_causal, scale)
+def _four_dimensional_bias(bias: Optional) -> Optional:
+    return None if bias is None else bias[(None,) * (4 - bias.dim())]
+
+
+def _scaled_dot_product_cudnn_attention(call: SimpleNamespace) -> tuple[object, ...]:
+    query, key, _ = call.operands
+    _check_dtype("cuDNN attention", _HALF, query, call.attn_bias)
+    bias = _four_dimensional_bias(call.attn_bias)
+    out, logsumexp, seed = _forward(call, bias)
     return (
         _as_laid_out(query, out),
-        logsumexp.unsqueeze(-1) if compute_log_sumexp else logsumexp.new_empty(0),
+        logsumexp.unsqueeze(-1) if call.compute_log_sumexp else logsumexp.new_empty(0),
         None,
         None,
         query.size(2),
@@ -655,35 +576,13 @@ def _scaled_dot_product_cudnn_attention(
     )
 
 
-def _scaled_dot_product_cudnn_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Optional,
-    cum_seq_q: Optional,
-    cum_seq_k: Optional,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, query, key, value, out, logsumexp, seed, bias = _bare(
-        grad_out, query, key, value, out, logsumexp, philox_seed, attn_bias
-    )
-    bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
-    results = grad_out, out, logsumexp.squeeze(-1)
-    return _backward((query, key, value), bias, results, dropout_p, seed, is_causal, scale)[:3]
+def _scaled_dot_product_cudnn_attention_backward(call: SimpleNamespace) -> tuple[Tensor, ...]:
+    results = call.grad_out, call.out, call.logsumexp.squeeze(-1)
+    return _backward(call, _four_dimensional_bias(call.attn_bias), results, call.philox_seed)[:3]
 
 
 ATTENTION_KERNELS: dict[str, Callable[..., object]] = {
-    f"aten::{kernel.__name__}": kernel
+    f"aten::{kernel.__name__}": _on_arguments(kernel)
     for kernel in (
         _scaled_dot_product_flash_attention,
         _scaled_dot_product_flash_attention_backward,
@@ -695,28 +594,27 @@ ATTENTION_KERNELS: dict[str, Callable[..., object]] = {
 }
 
 
-_aten = torch.ops.aten
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
 def _attention(original: Function) -> Function:
     @functools.wraps(original)
     def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Optional = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         operands = [t for t in (query, key, value, attn_mask) if t is not None]
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if has_torch_function(operands):
-            handled: torch.Tensor = handle_torch_function(
+            handled: Tensor = handle_torch_function(
                 attention, operands, query, key, value, attn_mask, dropout_p, is_causal, **options
             )
             return handled
@@ -741,11 +639,11 @@ def _attention(original: Function) -> Function:
     return attention
 
 
-def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
 
 
-def _refused(operands: Tensors, mask: torch.Tensor | None, dropout: float) -> bool:
+def _refused(operands: Tensors, mask: Optional, dropout: float) -> bool:
     """Return whether C++ refuses these operands before its choice; then its own function raises the error."""
     dtype = operands[0].dtype
     return (
@@ -757,8 +655,8 @@ def _refused(operands: Tensors, mask: torch.Tensor | None, dropout: float) -> bo
 
 
 def _dispatched(
-    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None, gqa: bool
-) -> torch.Tensor:
+    operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Tensor:
     batched, full = operands, mask
     single = SINCE_2_14 and all(t.dim() == 3 for t in operands)
     if single:
@@ -771,7 +669,7 @@ def _dispatched(
     return output.squeeze(0) if single else output
 
 
-def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float = -math.inf) -> torch.Tensor | None:
+def _added(mask: Optional, dtype: torch.dtype, hidden: float = -math.inf) -> Optional:
     """Return the mask in the form that is added to the scores: convert a boolean mask, keep any other."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
@@ -787,7 +685,7 @@ def _flash(operands: Tensors, mask: Optional, dropout: float, causal: bool, scal
     scale = size**-0.5 if scale is None else scale  # before zeros are appended
     if missing := -size % _FLASH_ROWS:
         operands = tuple(F.pad(t, (0, missing)) for t in operands)  # type: ignore[assignment]
-    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(*operands, dropout, causal, False, scale=scale)[0]
+    out: Tensor = _aten._scaled_dot_product_flash_attention(*operands, dropout, causal, False, scale=scale)[0]
     return out[..., :size] if missing else out
 
 
@@ -801,7 +699,7 @@ def _efficient(operands: Tensors, mask: Optional, dropout: float, causal: bool, 
             added = F.pad(added, (0, -columns % _MASK_ROWS))[..., :columns]
         elif any(added.stride(i) % _MASK_ROWS for i in range(3)):
             added = added.contiguous()
-    out: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+    out: Tensor = _aten._scaled_dot_product_efficient_attention(
         *operands, added, _needs_logsumexp(operands), dropout, causal, scale=scale
     )[0]
     return out
@@ -810,7 +708,7 @@ def _efficient(operands: Tensors, mask: Optional, dropout: float, causal: bool, 
 def _cudnn(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None) -> Tensor:
     # cuDNN has no infinity: the least number of the dtype hides a key.
     added = _added(mask, operands[0].dtype, torch.finfo(operands[0].dtype).min)
-    out: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
+    out: Tensor = _aten._scaled_dot_product_cudnn_attention(
         *operands, added, _needs_logsumexp(operands), dropout, causal, False, scale=scale
     )[0]
     return out
@@ -819,10 +717,10 @@ def _cudnn(operands: Tensors, mask: Optional, dropout: float, causal: bool, scal
 def _math(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None, gqa: bool) -> Tensor:
     query, key, value = operands
     if causal and mask is None and isinstance(query, SimulatedTensor):
-        # C++ would make the mask on the backing device; see `composites`.
+        # C++ would make the mask on the backing device; see `kernels`.
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         causal = False
-    computed: torch.Tensor = _aten._scaled_dot_product_attention_math(
+    computed: Tensor = _aten._scaled_dot_product_attention_math(
         query, key, value, _added(mask, query.dtype), dropout, causal, None, scale=scale, enable_gqa=gqa
     )[0]
     return computed

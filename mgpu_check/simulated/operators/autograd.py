@@ -111,11 +111,8 @@ _FLOAT32 = [
 _FLOAT32_RESULT = [
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm"),
     *("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
-    "cumprod.dimname",  # dimensions by name, up to torch 2.12
-    "cumsum.dimname",
-    "log_softmax.Dimname",
-    "prod.dim_Dimname",
-    "softmax.Dimname",
+    # dimensions by name, up to torch 2.12
+    *("cumprod.dimname", "cumsum.dimname", "log_softmax.Dimname", "prod.dim_Dimname", "softmax.Dimname"),
     "sum.dim_DimnameList",
 ]
 _WIDEST = [
@@ -205,7 +202,11 @@ class _Wanted(threading.local):
 
 
 class _Autocast:
-    """The kernels, and whether the user enabled autocast for the CPU."""
+    """The kernels of autocast, and whether the user enabled autocast for the CPU.
+
+    Entering a node makes it in place of torch's switches. The first use of autocast registers the kernels, and the exit
+    of the node removes them.
+    """
 
     def __init__(self) -> None:
         self.wanted = _Wanted()

@@ -11,7 +11,7 @@ import contextlib
 import struct
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,11 @@ def _refuse_while_capturing(action: str) -> None:
 
 
 class DeviceGenerator(_base):
-    """A generator that belongs to a simulated device."""
+    """A generator that belongs to a simulated device.
+
+    Entering a node makes one for each device; the program may make others by ``torch.Generator``. Each random operator
+    seeds it for itself, in `drawing`. Its state may be exchanged, so that a replay of a graph draws from its own.
+    """
 
     _dev: torch.device
     state: _GeneratorState
@@ -83,10 +87,13 @@ class DeviceGenerator(_base):
 
     def set_offset(self, offset: int) -> DeviceGenerator:
         _refuse_while_capturing("Cannot call CUDAGeneratorImpl::set_offset")
+        self._set(self.state.seed, offset)
+        return self
+
+    def _set(self, seed: int, offset: int) -> None:
         if offset % _STEP:
             raise RuntimeError("offset must be a multiple of 4")
-        self.state.offset = offset
-        return self
+        self.state.seed, self.state.offset = seed, offset
 
     def get_state(self) -> torch.Tensor:
         packed = _STATE.pack(self.initial_seed(), self.state.offset)
@@ -101,10 +108,7 @@ class DeviceGenerator(_base):
         content = bytes(new_state.flatten().tolist())
         if len(content) not in (_STATE.size, _STATE.size // 2):
             raise RuntimeError("RNG state is wrong size")
-        seed, offset = _STATE.unpack(content.ljust(_STATE.size, b"\0"))
-        if offset % _STEP:
-            raise RuntimeError("offset must be a multiple of 4")
-        self.state.seed, self.state.offset = seed, offset
+        self._set(*_STATE.unpack(content.ljust(_STATE.size, b"\0")))
         return self
 
     def clone_state(self) -> DeviceGenerator:
@@ -151,7 +155,11 @@ def device_of(generator: torch.Generator) -> torch.device:
 
 
 class Draws:
-    """The generators that an operation used, with their states and offsets before it."""
+    """The generators that an operation used, with their states and offsets before it.
+
+    A `GraphRecorder` makes it for each operation of a capture. The end of the capture undoes the draws, and each replay
+    draws from the recorded states.
+    """
 
     def __init__(self) -> None:
         self._states: list[tuple[DeviceGenerator, _GeneratorState, int]] = []
@@ -294,18 +302,6 @@ def _seed_all() -> None:
     _manual_seed_all(_seeded()[current_index()].seed())
 
 
-def _initial_seed() -> int:
-    return _generator().initial_seed()
-
-
-def _get_rng_state(device: object = "cuda") -> torch.Tensor:
-    return _generator(device).get_state()
-
-
-def _get_rng_state_all() -> list[torch.Tensor]:
-    return [generator.get_state() for generator in _generators()]
-
-
 def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
     _generator(device).set_state(new_state)
 
@@ -316,12 +312,19 @@ def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def install_random(patches: Patches) -> None:
-    generator = _GeneratorMeta("Generator", (_base,), {"__module__": "torch._C"})
-    patches.replace(torch.Generator, generator)
-    for function in (
-        *(_manual_seed, _manual_seed_all, _seed, _seed_all, _initial_seed),
-        *(_get_rng_state, _get_rng_state_all, _set_rng_state, _set_rng_state_all),
-    ):
+    patches.replace(torch.Generator, _GeneratorMeta("Generator", (_base,), {"__module__": "torch._C"}))
+    functions: dict[str, Callable[..., object]] = {
+        "initial_seed": lambda: _generator().initial_seed(),
+        "get_rng_state": lambda device="cuda": _generator(device).get_state(),
+        "get_rng_state_all": lambda: [generator.get_state() for generator in _generators()],
+        "manual_seed": _manual_seed,
+        "manual_seed_all": _manual_seed_all,
+        "seed": _seed,
+        "seed_all": _seed_all,
+        "set_rng_state": _set_rng_state,
+        "set_rng_state_all": _set_rng_state_all,
+    }
+    for name, function in functions.items():
         for owner in (torch.cuda, torch.cuda.random):
-            patches.set(owner, function.__name__[1:], function)
+            patches.set(owner, name, function)
     patches.set(torch.cuda, "default_generators", ())

@@ -63,18 +63,10 @@ def batch_norm_gather_stats_with_counts(
     return joined, torch.rsqrt(variance + eps)
 
 
-def batch_norm_gather_stats(
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    count: int,
-) -> tuple[Tensor, Tensor]:
+def batch_norm_gather_stats(x: Tensor, mean: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *others, count = arguments
     counts = torch.full((mean.size(0),), float(count), dtype=mean.dtype, device=mean.device)
-    return batch_norm_gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts)
+    return batch_norm_gather_stats_with_counts(x, mean, *(*others, counts))
 
 
 def batch_norm_elemt(
@@ -90,14 +82,7 @@ def batch_norm_elemt(
 
 
 def batch_norm_backward_reduce(
-    grad_out: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    input_g: bool,
-    weight_g: bool,
-    bias_g: bool,
+    grad_out: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *_: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     axes, shape = _channels(x)
     grad = _accumulate(grad_out)
@@ -150,8 +135,11 @@ def _fused_sdp_choice(
     return int(chosen_kernel(Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)).value)
 
 
+Sizes = list[int]
+
+
 def cudnn_convolution(
-    x: Tensor, weight: Tensor, padding: list[int], stride: list[int], dilation: list[int], groups: int, *_: bool
+    x: Tensor, weight: Tensor, padding: Sizes, stride: Sizes, dilation: Sizes, groups: int, *_: bool
 ) -> Tensor:
     none = [0] * len(padding)
     out: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, none, groups)
@@ -159,15 +147,9 @@ def cudnn_convolution(
 
 
 def cudnn_convolution_transpose(
-    x: Tensor,
-    weight: Tensor,
-    padding: list[int],
-    output_padding: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-    *_: bool,
+    x: Tensor, weight: Tensor, padding: Sizes, output_padding: Sizes, stride: Sizes, dilation: Sizes, *rest: Any
 ) -> Tensor:
+    groups = rest[0]
     out: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
     return out
 
@@ -188,14 +170,8 @@ def _on_cpu(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
 _WRITTEN_HERE: dict[str, Callable[..., object]] = {
     f"aten::{kernel.__name__}": kernel
     for kernel in (
-        batch_norm_stats,
-        batch_norm_gather_stats,
-        batch_norm_gather_stats_with_counts,
-        batch_norm_elemt,
-        batch_norm_backward_reduce,
-        batch_norm_backward_elemt,
-        _pack_padded_sequence,
-        cudnn_convolution,
+        *(batch_norm_stats, batch_norm_gather_stats, batch_norm_gather_stats_with_counts, batch_norm_elemt),
+        *(batch_norm_backward_reduce, batch_norm_backward_elemt, _pack_padded_sequence, cudnn_convolution),
         cudnn_convolution_transpose,
     )
 }
@@ -224,32 +200,32 @@ KERNELS = _WRITTEN_HERE | _PRODUCTS | {name: _on_cpu(name, kernel) for name, ker
 """Operator, or overload of an operator -> its kernel."""
 
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
 @around
-def _matrix_rank(original: Function, *args: object, **kwargs: object) -> torch.Tensor:
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+def _matrix_rank(original: Function, *args: object, **kwargs: object) -> Tensor:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     device = tensors[0].device if tensors else None
     together = all(isinstance(t, SimulatedTensor) and t.device == device for t in tensors)
     if device is None or not together or kwargs.get("out") is not None:
         return original(*args, **kwargs)
-    bare = [raw(value) if isinstance(value, torch.Tensor) else value for value in args]
-    named = {name: raw(value) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+    bare = [raw(value) if isinstance(value, Tensor) else value for value in args]
+    named = {name: raw(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
     return tag(original(*bare, **named), device)
 
 
 @around
 def _istft(
     original: Function,
-    input: torch.Tensor,
+    input: Tensor,
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
-    window: torch.Tensor | None = None,
+    window: Tensor | None = None,
     *args: object,
     **kwargs: object,
-) -> torch.Tensor:
+) -> Tensor:
     """Wrap ``istft`` to pass a window of ones if the caller gives no window, as C++ does."""
     if window is None and isinstance(input, SimulatedTensor):
         dtype = torch.view_as_real(input).dtype if input.is_complex() else input.dtype
@@ -260,13 +236,13 @@ def _istft(
 
 
 @around
-def _one_hot(original: Function, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+def _one_hot(original: Function, tensor: Tensor, num_classes: int = -1) -> Tensor:
     encoded = original(raw(tensor), num_classes)
     return tag(encoded, tensor.device) if isinstance(tensor, SimulatedTensor) else encoded
 
 
 @around
-def _combinations(original: Function, input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+def _combinations(original: Function, input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     """Wrap ``combinations`` to select elements by index instead of by a mask."""
     if not isinstance(input, SimulatedTensor) or input.dim() != 1 or r < 0:
         return original(input, r, with_replacement)
@@ -275,9 +251,7 @@ def _combinations(original: Function, input: torch.Tensor, r: int = 2, with_repl
 
 
 @around
-def _quantile(
-    original: Function, input: torch.Tensor, q: float | torch.Tensor, *args: object, **kwargs: object
-) -> torch.Tensor:
+def _quantile(original: Function, input: Tensor, q: float | Tensor, *args: object, **kwargs: object) -> Tensor:
     """Wrap ``quantile`` and ``nanquantile``, which make a tensor from a number ``q``."""
     if isinstance(input, SimulatedTensor) and isinstance(q, float | int) and 0 <= q <= 1:
         q = torch.tensor(q, dtype=input.dtype, device=input.device)
@@ -285,9 +259,7 @@ def _quantile(
 
 
 @around
-def _unflatten(
-    original: Callable[..., Sequence[torch.Tensor]], flat: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
+def _unflatten(original: Callable[..., Sequence[Tensor]], flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Wrap the inverse of flattening, which creates new tensors for those without elements."""
     unflattened = original(flat, tensors)
     if not isinstance(flat, SimulatedTensor):
@@ -297,8 +269,8 @@ def _unflatten(
 
 @around
 def _pad_packed_sequence(
-    original: Callable[..., tuple[torch.Tensor, torch.Tensor]], data: torch.Tensor, *args: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+    original: Callable[..., tuple[Tensor, Tensor]], data: Tensor, *args: object
+) -> tuple[Tensor, Tensor]:
     """Wrap the padding of a packed sequence, whose result C++ creates; the lengths are always on the CPU."""
     padded, lengths = original(data, *args)
     on_device = isinstance(data, SimulatedTensor) and not isinstance(padded, SimulatedTensor)
@@ -306,7 +278,7 @@ def _pad_packed_sequence(
 
 
 @around
-def _recurrent(original: Callable[..., object], input: torch.Tensor, *args: object) -> object:
+def _recurrent(original: Callable[..., object], input: Tensor, *args: object) -> object:
     """Wrap recurrent networks, which compare an input on the host with their parameters in C++."""
     if not isinstance(input, SimulatedTensor):
         weights = next((number for number, value in enumerate(args) if isinstance(value, list)), len(args))

@@ -56,8 +56,7 @@ def assert_view_is_reduced(rank: Rank, data: Contributions) -> None:
     dist.all_reduce(tensor)
 
     def explained() -> None:
-        results = {rank.index: without_gaps(tensor)}
-        assert_allreduce_matches(results, before, what="dist.all_reduce as if without gaps")
+        assert_allreduce_matches({rank.index: without_gaps(tensor)}, before, what="dist.all_reduce as if without gaps")
 
     contiguous = all(view.is_contiguous() for view in views)
     with known_defect("gloo-views-with-gaps", explained=explained, contiguous=contiguous, size=rank.size):
@@ -132,8 +131,7 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
     between = [torch.tensor([number, 3], dtype=torch.int32) for number in range(len(devices))]
     several = [(tensor, between[number].to(devices[number]), tensor) for number, tensor in enumerate(placed)]
     for buffer_size in (10 << 20, 40):  # by default all in one buffer, or nearly each tensor in its own
-        added_up = comm.reduce_add_coalesced(several, named, buffer_size)
-        copies = comm.broadcast_coalesced(added_up, indices, buffer_size)
+        copies = comm.broadcast_coalesced(comm.reduce_add_coalesced(several, named, buffer_size), indices, buffer_size)
         for number, wanted in enumerate((terms, between, terms)):
             label = f"reduce_add_coalesced to {home} and broadcast_coalesced, {buffer_size=}, tensor {number}"
             _assert_sums([copy[number] for copy in copies], order, wanted, label)
@@ -172,7 +170,6 @@ def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.dev
 
 
 def _assert_there(results: Sequence[torch.Tensor], devices: Sequence[torch.device], label: str) -> None:
-    """Assert that the results are on the given devices, in this order."""
     got = [result.device for result in results]
     if got != list(devices):
         raise AllreduceMismatch(f"{label}: results are on {[*map(str, got)]}, expected on {[*map(str, devices)]}")

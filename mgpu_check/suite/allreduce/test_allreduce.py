@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
-from mgpu_check.oracles.strategies import shapes, tensors
+from mgpu_check.oracles.strategies import examples, shapes, tensors
 from mgpu_check.oracles.tensors import DENSE, GAPPED, LAYOUTS, REDUCIBLE, Contributions
-from mgpu_check.suite.common.examples import examples
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +34,7 @@ def contributions(
     min_size: int = 0,
 ) -> Contributions:
     """Draw the inputs of a reduction: vectors of up to 70 elements, few divisible by the world size; or tensors."""
-    vector = st.integers(min_size, 70).map(lambda length: (length,))
-    shape = draw(st.one_of(vector, shapes(min_dims, 4, min_size, 6)))
+    shape = draw(st.one_of(st.integers(min_size, 70).map(lambda length: (length,)), shapes(min_dims, 4, min_size, 6)))
     operation, values = draw(st.sampled_from(tuple(operations))), ("exact", "random")
     return Contributions(draw(tensors(shape=shape, dtypes=REDUCIBLE, values=values, layouts=layouts)), operation)
 

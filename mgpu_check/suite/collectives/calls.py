@@ -207,8 +207,7 @@ def _extremes(dtype: torch.dtype, op: str, count: int) -> list[Pair]:
     next_to_one = 1 + limits_.eps
     if op in ("MIN", "MAX"):
         positive = (subnormal, least, 1.0, next_to_one, most)
-        borders_ = [*(-value for value in reversed(positive)), 0.0, *positive]
-        return _pairs(borders_)
+        return _pairs([*(-value for value in reversed(positive)), 0.0, *positive])
     if op == "PRODUCT":
         values = (sign * value for value in (subnormal, least, 1.0, next_to_one, most) for sign in (1, -1))
         return list(itertools.product(values, (1.0, -1.0)))
@@ -413,8 +412,7 @@ class Laid:
             self._lay_joined(gives, gets)
             return
         if call.layout == "uneven":
-            lengths = [[len(chunk) for chunk in chunks] for chunks in (gets, gives)]
-            self.splits = () if row.lists else tuple(lengths)
+            self.splits = () if row.lists else tuple([[len(chunk) for chunk in chunks] for chunks in (gets, gives)])
         if transfer.gives(position, self.root):
             for shape, chunk in self._tensors(row.given, gives, divided=transfer.divides):
                 self._add(Piece(shape, chunk), self.inputs)
@@ -427,7 +425,6 @@ class Laid:
                 self._add(Piece(shape, None, chunk), self.outputs)
 
     def _length(self, giver: int, getter: int) -> int:
-        """Return the number of elements that pass from one member to another."""
         if self.call.layout != "uneven":
             return self.length
         if not self.transfer.divides:
@@ -447,7 +444,6 @@ class Laid:
         return [(shaped(self.layout, len(chunk)), chunk) for chunk in chunks]
 
     def _lay_in_place(self, gets: list[torch.Tensor]) -> None:
-        """Lay out a collective whose result replaces the input."""
         piece = Piece(shaped(self.layout, self.length), self._part(self.position, 0, self.length), "anything")
         if gets and self.reduces:
             self._reduce(piece, 0)
@@ -527,7 +523,10 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
 
 
 def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResult]:
-    """Call a collective on a rank outside its group; torch warns, and must leave the tensor unchanged."""
+    """Call a collective on a rank outside its group; torch warns, and must leave the tensor unchanged.
+
+    It warns in torch/distributed/distributed_c10d.py, _warn_not_in_group, torch 2.13.
+    """
     row = FUNCTIONS[call.function]
     if not row.in_place or TRANSFERS[row.does].takers == "root":
         return
@@ -542,7 +541,10 @@ def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResu
 
 
 class Started(Laid):
-    """A collective that was called, and that may still run."""
+    """A collective that was called, and that may still run.
+
+    `assert_collectives_match` makes it, which calls the collective, later waits for it, and then asks for its findings.
+    """
 
     def __init__(self, rank: Rank, call: CollectiveCall, members: tuple[int, ...], group: Any) -> None:
         super().__init__(call, members, members.index(rank.index))
@@ -552,7 +554,7 @@ class Started(Laid):
         self.memory.lay([piece.shape for piece in self.pieces], backwards=bool(self.digest & 1))
         device = rank.device if call.place == "device" else torch.device("cpu")
         self.whole = self.memory.filled([piece.before for piece in self.pieces]).to(device)
-        self.refused = ""
+        self.refused: str | None = None
         self.work: Any = None
         try:
             self.work = self._call()
@@ -606,7 +608,6 @@ class Started(Laid):
         return findings
 
     def _added_as_bytes(self) -> bool:
-        """Return whether the memory is right if the backend adds booleans as bytes."""
         total = functools.reduce(operator.add, (block.view(torch.uint8) for block in self.blocks))
         return self._explained_by(total, lambda view: True)
 

@@ -21,7 +21,7 @@ from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.reduction import significand_bits
 from mgpu_check.oracles.collectives.cases import WrongResult, raise_findings
-from mgpu_check.oracles.collectives.repeated_calls import coalescing, groups_of, named
+from mgpu_check.oracles.collectives.repeated_calls import coalescing, collective_named, groups_of
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.version import torch_version
 
@@ -216,12 +216,12 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
         "all_gather_into_tensor": (
             [torch.empty_like(tensor, device=device) for tensor in gathered],
             gathered,
-            lambda got, source: named("all_gather_into_tensor", older=older)(got, source, group=group),
+            lambda got, source: collective_named("all_gather_into_tensor", older=older)(got, source, group=group),
         ),
         "reduce_scatter_tensor": (
             [torch.empty_like(matrix[: len(matrix) // size]) for matrix in mine],
             [tensor.chunk(size)[me] for tensor in total],
-            lambda got, source: named("reduce_scatter_tensor", older=older)(got, source, **reduced),
+            lambda got, source: collective_named("reduce_scatter_tensor", older=older)(got, source, **reduced),
         ),
     }
     late = ", async" if asynchronous else ""
@@ -232,8 +232,7 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
         if asynchronous:
             manager.wait()
         for number, (got, expected) in enumerate(zip(outputs, results, strict=True)):
-            label = f"{name} {op} in a coalescing manager{late}, tensor {number}"
-            account.compare(label, got, expected.contiguous())
+            account.compare(f"{name} {op} in a coalescing manager{late}, tensor {number}", got, expected.contiguous())
 
 
 def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:

@@ -50,7 +50,6 @@ def assert_subgroups_divide(rank: Rank) -> None:
 
 
 def _new_groups(rank: Rank, partition: Sequence[list[int]], **options: Any) -> tuple[Any, list[Any]]:
-    """Make a group of each part; return this rank's group, and all groups."""
     groups = [dist.new_group(ranks, **options) for ranks in partition]
     return next(group for group, ranks in zip(groups, partition, strict=True) if rank.index in ranks), groups
 

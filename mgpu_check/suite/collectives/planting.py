@@ -27,6 +27,8 @@ _OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 class ObservedCall:
     """A call of a collective: the original function, and what it gets.
 
+    `instead` makes one for each call while a fault is planted, and hands it to the function of the fault.
+
     Attributes:
         written: the tensors that it writes on this rank.
         op: name of the reduction; "SUM" by default.

@@ -190,7 +190,6 @@ class _Model:
 def _after(
     step: CollectiveStep, root: int, targets: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield what a step writes: a view of a target, and the result in new memory."""
     size = len(targets)
     slices = [slice(rank * LENGTH, (rank + 1) * LENGTH) for rank in range(size)]
     transfer = TRANSFERS.get(step.operation)

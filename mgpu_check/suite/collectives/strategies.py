@@ -33,7 +33,7 @@ from mgpu_check.oracles.collectives.cases import (
 )
 from mgpu_check.oracles.strategies import first_of, world_sizes
 from mgpu_check.oracles.strategies import seeds as tensor_seeds
-from mgpu_check.suite.common.examples import in_pairs
+from mgpu_check.suite.common.pairs import in_pairs
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 PLACES = ("device", "cpu")
@@ -224,7 +224,6 @@ _VIEWS = ("matrix", "channels_last", "transposed", "gaps")
 
 
 def _shapes(function: str) -> tuple[str, ...]:
-    """Return the layouts of a function, apart from "dense" and "scalar"."""
     row = FUNCTIONS[function]
     transfer = TRANSFERS[row.does]
     exchanges = transfer.divides and transfer.joins
@@ -377,7 +376,6 @@ class _Machine:
         group: int | None = None,
         asynchronous: bool | None = None,
     ) -> CollectiveStep:
-        """Add a step that moves data; draw the arguments that are not given."""
         if target is None:
             target = self._draw(st.integers(0, BUFFERS - 1))
         if source is None:
@@ -392,7 +390,6 @@ class _Machine:
         return step
 
     def _new_group(self) -> int:
-        """Create a group, with at least two ranks if the world has two."""
         group: int = min({*range(1, GROUPS + 1)} - {*self._alive})
         member = self._draw(st.integers(0, 62))
         others = self._draw(st.lists(st.integers(0, 63), max_size=6, unique=True))
@@ -412,11 +409,9 @@ class _Machine:
         first_target, second_target, *sources = self._draw(st.permutations(range(BUFFERS)))
         groups = self._draw(st.permutations((0, *self._alive)))
         for target, source, group in zip((first_target, second_target), sources, groups, strict=False):
-            operation = self._draw(st.sampled_from(_LATE))
-            self._move(operation, target=target, source=source, group=group, asynchronous=True)
+            self._move(self._draw(st.sampled_from(_LATE)), target=target, source=source, group=group, asynchronous=True)
 
     def _renew(self) -> None:
-        """Destroy a group, then create and use a new one."""
         if not self._alive:
             self._new_group()
         self._destroy_group()

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.oracles.collectives.cases import CollectiveStep, Message, assert_shared
+from mgpu_check.oracles.strategies import MORE, examples
 from mgpu_check.suite.collectives import strategies as calls
 from mgpu_check.suite.collectives import strategies as steps
-from mgpu_check.suite.common.examples import MORE, examples
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks

@@ -44,8 +44,7 @@ def told(order: Devices) -> list[int] | None:
 
 def distinct_rows(rows: int, seed: int, width: int = 6) -> torch.Tensor:
     """Return distinct whole numbers, (rows, width), float32 on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(rows * width, generator=generator).view(rows, width).float() - 7
+    return torch.randperm(rows * width, generator=torch.Generator().manual_seed(seed)).view(rows, width).float() - 7
 
 
 @contextlib.contextmanager
@@ -228,7 +227,6 @@ def _in_order(notes: list[dict[str, Any]], order: Devices, label: str, count: in
 def _require_noted(
     model: _RecordingModule, order: Devices, label: str, name: str, expected: Sequence[Any], suffix: str = ""
 ) -> None:
-    """Require that the replicas have noted what is `expected` of each under a name."""
     for device, note, own in zip(order, _in_order(model.notes, order, label, len(expected)), expected, strict=False):
         require_same(f"{label}: the replica on {device}{suffix}", note[name], own, device, [device.index])
 
@@ -336,8 +334,6 @@ def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
 
 
 class _Refusing(nn.Module):
-    """A module that raises if a row is -1."""
-
     def __init__(self, exception_type: type[Exception]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
-from mgpu_check.oracles.strategies import whole_runs
+from mgpu_check.oracles.strategies import examples, whole_runs
 from mgpu_check.oracles.training.cases import PLAIN, WholeRun
-from mgpu_check.suite.common.examples import examples
 
 if TYPE_CHECKING:
     import torch

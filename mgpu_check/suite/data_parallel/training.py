@@ -25,7 +25,6 @@ def _wrapped(model: nn.Module, order: Devices) -> nn.Module:
 
 
 def _shards(batch: Rows, order: Devices) -> list[Rows]:
-    """Split a batch as DataParallel does."""
     return list(zip(*(tensor.chunk(len(order)) for tensor in batch), strict=True))
 
 
@@ -96,7 +95,7 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
                     assert_same({"outputs": outputs}, {"outputs": expected}, label)
                     head_shard = x.chunk(len(order))[0]
                     if not evaluated:
-                        before = oracle.counted(before, head_shard)
+                        before = oracle.counting_statistics(before, head_shard)
                     assert_same(oracle.buffers_of(model), before, f"{label}, buffers")
         for order in both_ways(devices):
             _average(order, runs[0].seed)

@@ -70,7 +70,6 @@ def _recovers(device: torch.device) -> None:
 
 
 def _refuses(device: torch.device, wanted: int, total: int) -> None:
-    """Require that an allocation of more bytes than the device has raises `torch.OutOfMemoryError`."""
     try:
         torch.empty(wanted, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
@@ -82,7 +81,6 @@ def _refuses(device: torch.device, wanted: int, total: int) -> None:
 
 
 def _forms(device: torch.device) -> tuple[Any, ...]:
-    """Return a device as an object, an index and a text."""
     return device, device.index, str(device)
 
 
@@ -153,7 +151,7 @@ def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def _found(state: dict[str, torch.Tensor], device: torch.device, seed: int) -> str:
+def _found(state: dict[str, torch.Tensor], device: torch.device, seed: int) -> str | None:
     for name, tensor in state.items():
         if tensor.device != device:
             return f"{name} is on {tensor.device}, expected it on {device}"
@@ -165,4 +163,4 @@ def _found(state: dict[str, torch.Tensor], device: torch.device, seed: int) -> s
     state["view"].fill_(3.0)
     if torch.equal(before[5:10].nan_to_num(), state["float32"][5:10].nan_to_num()):
         return "two tensors that shared memory do not"
-    return ""
+    return None

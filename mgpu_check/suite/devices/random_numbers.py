@@ -108,7 +108,6 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
 
 
 def _independence(devices: Sequence[torch.device], seed: int) -> None:
-    """Require that drawing changes the generator of its device, and no other."""
     torch.manual_seed(seed)
     for device in devices:
         for name, draw in _DRAWS.items():
@@ -152,7 +151,6 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None
 
 
 def _forks(devices: Sequence[torch.device], seed: int) -> None:
-    """Require that `fork_rng` restores the states of all devices in its argument."""
     torch.cuda.manual_seed_all(seed)
     every = torch.cuda.get_rng_state_all()
     draws = {device: _draws(device) for device in devices}
@@ -176,8 +174,7 @@ def _own_generator(device: torch.device, seed: int) -> None:
     repeated_draw = torch.rand(_COUNT, device=device, generator=generator)
     reseeded_draw = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
     same = torch.equal(first_draw, repeated_draw) and torch.equal(first_draw, reseeded_draw)
-    text = f"{device}: generators with the same state, or with the same seed, gave different numbers"
-    require(same, text, device)
+    require(same, f"{device}: generators with the same state, or with the same seed, gave different numbers", device)
 
 
 def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -207,8 +204,7 @@ def _dropout(device: torch.device, dtype: torch.dtype, seed: int, inplace: bool)
         values = out.detach().unique().tolist()
         scale = torch.tensor(1 / 0.75, dtype=dtype).item()
         require(torch.equal(out, x.grad), f"{subject} drops different elements forward and backward", device)
-        text = f"{subject} makes {values} of ones, expected [0.0, {scale!r}]"
-        require(values == [0.0, scale], text, device)
+        require(values == [0.0, scale], f"{subject} makes {values} of ones, expected [0.0, {scale!r}]", device)
         masks.append(out.detach() != 0)
     # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding
     # 1963).

@@ -94,15 +94,11 @@ def current_device_kept() -> Iterator[None]:
         torch.cuda.set_device(before)
 
 
-def _orders(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return each device twice, once in descending order, and then the odd ones before the even ones."""
-    return [*reversed(devices), *devices[1::2], *devices[::2]]
-
-
 def assert_cuda_follows(devices: Sequence[torch.device]) -> None:
     """Assert that "cuda" without an index means the device that `set_device` or a guard has made current."""
     with current_device_kept():
-        for number, device in enumerate(_orders(devices)):
+        # In descending order, and then the odd ones before the even ones.
+        for number, device in enumerate([*reversed(devices), *devices[1::2], *devices[::2]]):
             form: Any = (device, str(device), device.index)[number % 3]
             torch.cuda.set_device(device if number % 3 == 0 else form)
             _require_followed(device, f"after torch.cuda.set_device({form!r})")
@@ -123,7 +119,6 @@ def _require_followed(device: torch.device, when: str) -> None:
 
 
 def _require_counted(device: torch.device) -> None:
-    """Require that memory statistics without an argument are those of the current device."""
     torch.cuda.set_device(device)
     before = torch.cuda.memory_allocated()
     block = torch.empty(1 << 12, dtype=torch.uint8, device="cuda")
@@ -436,7 +431,8 @@ def assert_graphs_replay(devices: Sequence[torch.device], seed: int) -> None:
                     text = f"{name}, replay {turn} is {result.tolist()}, expected {expected.tolist()}"
                     require(same_bits(expected, result.cpu()), f"{device}: {text}", device)
             default: Any = torch.cuda.graph.default_capture_stream
-            if default is None or default.device == device:  # of a process, not of a device
+            # The default stream is of a process, not of a device: torch/cuda/graphs.py, class graph, torch 2.13.
+            if default is None or default.device == device:
                 _judge_graphed(device, seed + number)
 
 
@@ -460,10 +456,6 @@ def _in_context(x: torch.Tensor, **options: Any) -> _Captured:
     return graph.replay, result
 
 
-def _in_context_with_options(x: torch.Tensor) -> _Captured:
-    return _in_context(x, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local", **_options())
-
-
 def _by_hand(x: torch.Tensor) -> _Captured:
     pool_graph, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(keep_graph=True)
     stream = torch.cuda.Stream()
@@ -483,7 +475,9 @@ def _by_hand(x: torch.Tensor) -> _Captured:
 
 _WAYS: dict[str, Callable[[torch.Tensor], _Captured]] = {
     "torch.cuda.graph": _in_context,
-    "torch.cuda.graph with a pool and a stream": _in_context_with_options,
+    "torch.cuda.graph with a pool and a stream": lambda x: _in_context(
+        x, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local", **_options()
+    ),
     "capture_begin": _by_hand,
 }
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
-from mgpu_check.suite.common.examples import MORE, examples
+from mgpu_check.oracles.strategies import MORE, examples
 
 if TYPE_CHECKING:
     import torch

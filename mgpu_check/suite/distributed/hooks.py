@@ -23,7 +23,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.cases import WholeRun
 from mgpu_check.oracles.training.reference_training import Gradients, Rows, judged, slack, terms_of
-from mgpu_check.suite.common.examples import drawn_rows, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, require, under_ddp
 
 Hook = Callable[[Any, Any], Any]
@@ -42,7 +42,6 @@ _QUANTIZING: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def _wrapped() -> list[tuple[Hook, torch.dtype]]:
-    """Return allreduce_hook in each compressing wrapper, with the dtype of the wrapper."""
     float16, bfloat16 = default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper
     wrappers = ((float16, torch.float16), (bfloat16, torch.bfloat16))
     return [(wrap(default_hooks.allreduce_hook), dtype) for wrap, dtype in wrappers]
@@ -64,7 +63,6 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
 
 
 def _averaged(run: WholeRun, member: Member, findings: Findings, hook: Hook, **options: Any) -> None:
-    """Train with an averaging hook, and check the buckets of each step."""
     replica = Replica(run, member, findings, **options)
     parameter_ids: list[int] = []
     replica.parallel.register_comm_hook(_group_of(member), _noting(hook, parameter_ids))
@@ -88,7 +86,8 @@ def _noting(hook: Hook, parameter_ids: list[int]) -> Hook:
             parameter_ids.append(0)
         return hook(group, bucket)
 
-    # DDP compares annotations with its own types, and does not resolve annotations that are strings.
+    # DDP compares annotations with its own types, and does not resolve annotations that are strings:
+    # torch/nn/parallel/distributed.py, _check_comm_hook, torch 2.13.
     noted.__annotations__.clear()
     return noted
 
@@ -127,9 +126,7 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
 def _compressed(
     run: WholeRun, member: Member, findings: Findings, hook: Hook, dtype: torch.dtype, suffix: str = ""
 ) -> None:
-    """Run one backward pass with a hook that compresses to `dtype`, and compare the gradients."""
-    own = replace(run, small=dtype == torch.float16)
-    replica = Replica(own, member, findings, label=hook.__name__ + suffix)
+    replica = Replica(replace(run, small=dtype == torch.float16), member, findings, label=hook.__name__ + suffix)
     replica.parallel.register_comm_hook(member.group, hook)
     shards = _filling(replica, replica.shards(replica.next_batch()), dtype)
     replica.backward(shards[member.index])
@@ -225,7 +222,7 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
             suffix = f", small buckets, warm_start={start['warm_start']}"
             _low_rank(run, Member.of(rank), findings, suffix, chosen=start, bucket_cap_mb=SMALL_BUCKET)
             _low_rank(run, Member.of(rank), findings, hook="batched_powerSGD_hook")
-        for count, epsilon in ((2, 0), (2, 1e-8), (3, 0)):  # from 3 on torch uses another factorization
+        for count, epsilon in ((2, 0), (2, 1e-8), (3, 0)):
             with full_precision():
                 _judge_matrices_of_rank(count, epsilon, Member.of(rank), findings)
 

@@ -63,7 +63,7 @@ def _average(rank: Rank, seed: int, findings: Findings) -> None:
     for step in range(STEPS):
         parallel(own[step].to(rank.device)).sum().backward()
         deviation = oracle.wrong_statistics(layer, [*of_rank_0[:step], own[step]])
-        require(findings, rank, not deviation, f"DDP of BatchNorm on {rank.size} ranks, momentum=None", deviation)
+        require(findings, rank, not deviation, f"DDP of BatchNorm on {rank.size} ranks, momentum=None", deviation or "")
 
 
 def _count_rows(
@@ -84,9 +84,11 @@ def _count_rows(
                 for name, value in list(module.named_buffers(recurse=False)):
                     setattr(module, name, value.clone())
         replica.step()
-        own, of_rank_0 = oracle.counted(before, shards[rank.index]), oracle.counted(of_rank_0, shards[0])
-        with findings.collected():
-            replica.agree(oracle.buffers_of(replica.module), own, f"buffers after step {number + 1}")
+        own, of_rank_0 = (
+            oracle.counting_statistics(before, shards[rank.index]),
+            oracle.counting_statistics(of_rank_0, shards[0]),
+        )
+        replica.agree(oracle.buffers_of(replica.module), own, f"buffers after step {number + 1}")
     if evaluated and run.batch:
         replica.parallel.eval()
         replica.one.exact.eval()
@@ -94,8 +96,7 @@ def _count_rows(
         x = run.batches()[0][0]
         with torch.no_grad():
             got = replica.parallel(x.to(rank.device))
-        with findings.collected():
-            replica.agree({"outputs": got}, {"outputs": replica.one.outputs(x)}, "in evaluation")
+        replica.agree({"outputs": got}, {"outputs": replica.one.outputs(x)}, "in evaluation")
 
 
 def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -136,8 +137,6 @@ class _PairOfModels(NamedTuple):
 
 
 class _Spread(nn.Module):
-    """A model with nested positional and keyword arguments, and nested outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, CLASSES)
@@ -183,7 +182,6 @@ def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> No
 def _judge_arguments(
     model: _Spread, x: torch.Tensor, y: torch.Tensor, out: Mapping[str, Any], label: str, rank: Rank, findings: Findings
 ) -> None:
-    """Check what the model has seen and returned in one call."""
     label += f", rank {rank.index}"
     weight, bias = model.layer.weight.detach(), model.layer.bias.detach()
     expected = (x.detach().cpu().double() @ weight.cpu().double().T + bias.cpu().double()) * 2
@@ -210,14 +208,14 @@ def _judge_arguments(
         findings.require(not text, f"{label}: {name} {text}", ranks=[rank.index])
 
 
-def _unlike(got: Any, expected: Any) -> str:
-    """Describe how an argument or output differs from the expected one; "" if it does not."""
+def _unlike(got: Any, expected: Any) -> str | None:
+    """Describe how an argument or output differs from the expected one; None if it does not."""
     if not isinstance(expected, torch.Tensor):
-        return "" if type(got) is type(expected) and got == expected else f"is {got!r}, expected {expected!r}"
+        return None if type(got) is type(expected) and got == expected else f"is {got!r}, expected {expected!r}"
     if not isinstance(got, torch.Tensor):
         return f"is {got!r}, expected {name_of(expected.dtype)}{list(expected.shape)}"
     text = difference(got, expected, "numbers")
-    return f"({name_of(got.dtype)}{list(got.shape)} on {got.device}) is wrong: {text}" if text else ""
+    return f"({name_of(got.dtype)}{list(got.shape)} on {got.device}) is wrong: {text}" if text else None
 
 
 def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -239,8 +237,7 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
                     got = replica.parallel(x.to(rank.device))
                 modes = {name: module.training for name, module in replica.module.named_modules()}
                 replica.parallel.train()
-                with findings.collected():
-                    replica.agree({"outputs": got.clone()}, {"outputs": replica.one.outputs(x)}, "in evaluation")
+                replica.agree({"outputs": got.clone()}, {"outputs": replica.one.outputs(x)}, "in evaluation")
                 text = f"in evaluation some modules were in training mode: {modes}"
                 replica.require(not any(modes.values()) and not got.requires_grad, text)
 

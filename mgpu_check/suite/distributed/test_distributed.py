@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.oracles.strategies import mostly_all, seeds, whole_runs
+from mgpu_check.oracles.strategies import MORE, examples, mostly_all, seeds, whole_runs
 from mgpu_check.oracles.training.cases import PLAIN, WholeRun
-from mgpu_check.suite.common.examples import MORE, examples
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks

@@ -33,7 +33,7 @@ from mgpu_check.oracles.training import reference_training as oracle
 from mgpu_check.oracles.training.cases import WholeRun
 from mgpu_check.oracles.training.reference_training import Forward, Gradients, OneDevice, Prepare, Rows, judged
 from mgpu_check.oracles.training.training_steps import split, weighted
-from mgpu_check.suite.common.examples import drawn_rows, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def require(findings: Findings, rank: Rank, holds: bool, subject: str, text: str
 def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
     """Wrap `module`, which is on `device`, in DDP with these options; by default `device_ids` has this device."""
     with warnings.catch_warnings():
-        # Newer versions of torch deprecate the name broadcast_buffers.
+        # The name broadcast_buffers is deprecated: torch/nn/parallel/distributed.py, __init__, torch 2.13.
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(module, **{"device_ids": [device] if device.type == "cuda" else None, **options})
 
@@ -67,8 +67,9 @@ def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> Distri
 class Replica:
     """A model under DDP on this rank, the same model on one device, and their comparison.
 
-    Methods that train are collectives. The ranks start with different parameters and buffers, and DDP must give them
-    those of the first rank.
+    A check makes a replica for each run, calls `step` for each batch, or the methods that a step consists of, and drops
+    it. Methods that train are collectives, and keep errors in the findings of the check. The ranks start with different
+    parameters and buffers, and DDP must give them those of the first rank.
     """
 
     def __init__(
@@ -142,8 +143,7 @@ class Replica:
             own = shards[self.member.index]
             expected = self.one.outputs(own[0], self.forward)
             outputs = self.backward(own)
-            with self.findings.collected():
-                self.agree({"outputs": outputs}, {"outputs": expected}, "outputs")
+            self.agree({"outputs": outputs}, {"outputs": expected}, "outputs")
             shard_gradients = self.one.parts(shards, self.forwards)
         self.judge_gradients(shard_gradients)
         self.finish(shard_gradients)
@@ -221,19 +221,19 @@ class Replica:
         self.one.settle()
 
     def judge_parameters(self) -> None:
-        with self.findings.collected():
-            got, expected = oracle.parameters_of(self.module), oracle.parameters_of(self.one.held)
-            self.agree(got, expected, f"parameters after step {self.number}")
+        got, expected = oracle.parameters_of(self.module), oracle.parameters_of(self.one.held)
+        self.agree(got, expected, f"parameters after step {self.number}")
 
     def judge_start(self) -> None:
         """Compare parameters and buffers with those of rank 0, right after the model was wrapped."""
         # Without broadcast_buffers each rank keeps its own buffers, even at the start.
         which = oracle.state_of if self.options.get("broadcast_buffers", True) else oracle.parameters_of
-        with self.findings.collected():
-            self.agree(which(self.module), which(self.one.held), "after wrapping")
+        self.agree(which(self.module), which(self.one.held), "after wrapping")
 
     def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
-        assert_same(got, expected, f"{self.label}, {which}", self.member.rank.index, {"ranks": self.member.size})
+        """Compare tensors of this replica with the right ones."""
+        with self.findings.collected():
+            assert_same(got, expected, f"{self.label}, {which}", self.member.rank.index, {"ranks": self.member.size})
 
 
 def train(run: WholeRun, member: Rank | Member, findings: Findings, **how: Any) -> Replica:
@@ -315,20 +315,15 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
                 arguments["output_device"] = rank.device
             if row.get("device_mesh"):
                 arguments["device_mesh"] = init_device_mesh("cuda", (rank.size,))
-            become = functools.partial(_become_the_first, run)
-            prepare: Prepare = oracle.as_it_is if row.get("init_sync", True) else become
-            train(run, rank, findings, label=f"options {words_of(row, _OPTIONS)}", prepare=prepare, **arguments)
+            if not row.get("init_sync", True):
+                first = run.build(0).state_dict()
+                arguments["prepare"] = functools.partial(nn.Module.load_state_dict, state_dict=first)
+            train(run, rank, findings, label=f"options {words_of(row, _OPTIONS)}", **arguments)
             if findings.enough(rank):
                 break
 
 
-def _become_the_first(run: WholeRun, module: nn.Module) -> None:
-    module.load_state_dict(run.build(0).state_dict())
-
-
 class _Weighted(nn.Module):
-    """A model whose gradient is its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(_LARGE))
@@ -397,8 +392,7 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
     before = parameter.detach().clone()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
     parallel = under_ddp(own, rank.device)
-    ones = torch.full((rank.index + 1, 16), 1.0, device=rank.device)
-    parallel(ones).sum().backward()
+    parallel(torch.full((rank.index + 1, 16), 1.0, device=rank.device)).sum().backward()
     subject = f"DDP of {run.model} on {rank.size} ranks, {name} ignored"
     require(findings, rank, torch.equal(parameter, before), subject, f"{name} has changed")
     # The last parameter is a bias, so its gradient is the number of this rank's rows.
@@ -411,8 +405,7 @@ def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first_group: Seque
     """Assert that `first_group` of the ranks and all others train independently, each like a device with its run."""
     with judged() as findings, own_group(rank, first_group) as (members, member):
         for run in runs:
-            own_run = replace(run, seed=run.seed + members[0])
-            train(own_run, member, findings, label=f"process_group of {members}")
+            train(replace(run, seed=run.seed + members[0]), member, findings, label=f"process_group of {members}")
 
 
 @contextlib.contextmanager
@@ -506,8 +499,6 @@ def _join(
 
 
 class _CallCounter(nn.Linear):
-    """A layer that counts its calls in a buffer."""
-
     calls: torch.Tensor
 
     def __init__(self) -> None:
@@ -565,8 +556,7 @@ def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
             for _ in range(run.steps):
                 replica.step(by_hand=functools.partial(_doubled, replica, name))
             for hook, count in calls.items():
-                text = f"the {hook} was called {count} times in {run.steps} steps"
-                replica.require(count == run.steps, text)
+                replica.require(count == run.steps, f"the {hook} was called {count} times in {run.steps} steps")
 
 
 def _count(calls: Counter[str], name: str, *_: object) -> None:
@@ -602,7 +592,7 @@ class _Delayed(Replica):
     def backward(self, rows: Rows) -> torch.Tensor:
         outputs = super().backward(rows)
         if self.member.rank.device.type == "cuda":
-            # DDP does not wait for this reduction.
+            # DDP drops the work of this reduction: distributed.py, _delayed_all_reduce_hook, torch 2.13.
             torch.cuda.synchronize(self.member.rank.device)
         return outputs
 
@@ -718,7 +708,7 @@ def _judge_clipped(replica: Replica, shard_gradients: list[Gradients], order: fl
     rounded = (size + 2) * eps * magnitudes if size & (size - 1) else 0.0
     bound = (len(flat) + 4) * eps * exact + rounded
     replica.require(abs(norm - exact) <= bound, f"the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}")
-    # torch divides by the norm plus 1e-6, and never scales up.
+    # torch divides by the norm plus 1e-6, and never scales up: torch/nn/utils/clip_grad.py, torch 2.13.
     scale = min(1.0, 1.0 / (exact + 1e-6))
     for name, parameter in replica.module.named_parameters():
         tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * summed[name].abs() * scale + rounded * scale
@@ -755,7 +745,8 @@ def assert_averagers_average(rank: Rank) -> None:
             hierarchical = HierarchicalModelAverager(periods, warmup_steps=1, process_group=rank.group)
             due = {2: pair, 4: everybody}
             _judge(rank, findings, "HierarchicalModelAverager", hierarchical.average_parameters, due)
-            # The averager never destroys its group, and each example would keep another one, with memory on every GPU.
+            # The averager makes its group by new_subgroups and never destroys it (hierarchical_model_averager.py, torch
+            # 2.13), so each example would keep another one, with memory on every GPU.
             dist.destroy_process_group(hierarchical.period_process_group_dict[2])
 
 

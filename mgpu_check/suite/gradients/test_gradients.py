@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
-from mgpu_check.oracles.strategies import trainings
+from mgpu_check.oracles.strategies import examples, trainings
 from mgpu_check.oracles.training.cases import TrainingSpec
-from mgpu_check.suite.common.examples import examples
 
 if TYPE_CHECKING:
     import torch

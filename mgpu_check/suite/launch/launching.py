@@ -106,8 +106,7 @@ def seeing(count: int, simulated: bool) -> dict[str, str]:
 def _run(command: Sequence[str], environment: Mapping[str, str], temporary: str) -> None:
     """Run a program with `temporary` as its directory for temporary files, such as the logs of torchrun's agent."""
     root = str(Path(__file__).parents[3])
-    path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), root])
-    own = {"PYTHONPATH": path, "TMPDIR": temporary}
+    own = {"PYTHONPATH": os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), root]), "TMPDIR": temporary}
     done = subprocess.run(list(command), env={**environment, **own}, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RankDied(f"the script ended with exit code {done.returncode}:\n{done.stdout[-500:]}{done.stderr[-4000:]}")
@@ -199,8 +198,7 @@ def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
 def assert_trains_when_spawned(rank: Rank, count: int) -> None:
     """Assert that the script trains if it spawns a rank for each of `count` visible devices; see `assert_trained`."""
     simulated = simulated_device_count() is not None
-    runs = launched("spawn", [count], arguments_for(count), simulated=simulated)
-    assert_trained("spawn", runs)
+    assert_trained("spawn", launched("spawn", [count], arguments_for(count), simulated=simulated))
 
 
 def _assert_places(way: str, run: Launched) -> None:
@@ -270,8 +268,7 @@ def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
     for world, arguments in tasks:
         meeting = {"run_id": f"mgpu-check-{os.getpid()}", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
         options: dict[str, Any] = {"start_method": "fork", "max_restarts": 0, "monitor_interval": 0.02, **meeting}
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=world, **options)
-        elastic_launch(config, _rank)(arguments)
+        elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=world, **options), _rank)(arguments)
     _require_failures_told()
 
 

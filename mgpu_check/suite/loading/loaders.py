@@ -42,7 +42,7 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.oracles.generated_data import mix_
-from mgpu_check.suite.common.examples import drawn_rows, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.loading.samplers import assert_shares, batches_of, require, sampler_over
 from mgpu_check.suite.recipes import tutorials
 from mgpu_check.suite.recipes.tutorials import SharedStream
@@ -255,8 +255,8 @@ def assert_workers_in_order(seed: int) -> None:
     try:
         next(batches)
     except LookupError as error:
-        # Break the cycle of error, frames and iterator: if the garbage collector finds it, it waits 5 s for each
-        # worker.
+        # Break the cycle of error, frames and iterator: if the garbage collector finds it, it waits for each worker for
+        # MP_STATUS_CHECK_INTERVAL, 5 s: torch/utils/data/dataloader.py, _shutdown_workers, torch 2.13.
         error.__traceback__ = None
         if type(error) is not LookupError or "sample 6 cannot be read" not in str(error):
             text = f"a worker raised LookupError('sample 6 cannot be read'), but {error!r} came"
@@ -480,7 +480,6 @@ class _CountedStream(SharedStream):
 
 
 def _numbers(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers of samples, and their rows."""
     numbers = torch.arange(start, end)
     return numbers, numbers[:, None] * 3 + torch.arange(3)
 

@@ -9,8 +9,8 @@ from hypothesis import example, given
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
+from mgpu_check.oracles.strategies import examples
 from mgpu_check.strategies import OperatorTable
-from mgpu_check.suite.common.examples import examples
 
 if TYPE_CHECKING:
     import torch

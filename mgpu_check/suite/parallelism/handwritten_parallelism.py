@@ -128,7 +128,13 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
     """
     for name, build, make_modules in (
         ("stages", model_parallel.Staged, _stages),
-        ("branches", model_parallel.Branched, _branches),
+        (
+            "branches",
+            model_parallel.Branched,
+            lambda training, count: [
+                ExactTraining(training.widths, seed=training.seed + 7 * index).model() for index in range(count)
+            ],
+        ),
     ):
         label = f"{name} on {', '.join(map(str, devices))}"
         make = functools.partial(make_modules, training, len(devices))
@@ -137,8 +143,7 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
             moments = _adam(training, build(make(), devices), devices, label)
         assert_same(got, one_device(training, _PartsOnOneDevice(name, make())), label)
         expected = _adam(training, _PartsOnOneDevice(name, make()), [torch.device("cpu")] * len(devices), label)
-        tolerance = adam_tolerance(expected, ADAM_RATE)
-        assert_gradients_agree(moments, expected, tolerance=tolerance, what=f"{label}, Adam")
+        assert_gradients_agree(moments, expected, tolerance=adam_tolerance(expected, ADAM_RATE), what=f"{label}, Adam")
 
 
 class _PartsOnOneDevice(nn.Module):
@@ -163,10 +168,6 @@ def _stages(training: ExactTraining, count: int) -> list[nn.Module]:
     starts = list(range(0, len(layers), 2))
     cuts = [starts[index * len(starts) // count] for index in range(count)] + [len(layers)]
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
-
-
-def _branches(training: ExactTraining, count: int) -> list[nn.Module]:
-    return [ExactTraining(training.widths, seed=training.seed + 7 * index).model() for index in range(count)]
 
 
 def _trained(
@@ -250,11 +251,10 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
     factors = [1 + (number + seed) % count for number in range(count) for _ in _SHAPES]
     gradients = [gradient * factor for gradient, factor in zip(_drawn(count, seed), factors, strict=True)]
     for order, foreach in itertools.product((1.0, 2.0, 3.0, float("inf")), (None, True, False)):
-        flat = torch.cat([gradient.double().reshape(-1) for gradient in gradients])
-        norm = torch.linalg.vector_norm(flat, order)
+        norm = torch.linalg.vector_norm(torch.cat([gradient.double().reshape(-1) for gradient in gradients]), order)
         parameters = _on(devices, gradients)
         got = nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=order, foreach=foreach)
-        # Torch adds 1e-6 to the norm; the gradients are never 0.
+        # Torch adds 1e-6 to the norm (torch/nn/utils/clip_grad.py, torch 2.13); the gradients are never 0.
         expected = {"norm": norm} | _named([gradient.double() / (norm + 1e-6) for gradient in gradients])
         # About a dozen roundings of 2^-24 each, relative to the largest element.
         tolerance = {name: 2.0**-19 * float(value.abs().max()) for name, value in expected.items()}
@@ -338,7 +338,6 @@ def _drawn(count: int, seed: int) -> list[torch.Tensor]:
 
 
 def _on(devices: Sequence[torch.device], values: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-    """Return parameters with these values and equal gradients, the same number on each device."""
     parameters = []
     for number, value in enumerate(values):
         parameter = nn.Parameter(value.to(devices[number // len(_SHAPES)]))
@@ -475,8 +474,7 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
     if len(layers) != rank.size:
         raise ValueError(f"assert_pipeline_agrees: {len(layers)} layers for {rank.size} ranks; give one for each")
     last = rank.index == rank.size - 1
-    own = layers[rank.index]
-    stage = nn.Sequential(own, nn.Identity() if last else nn.ReLU()).to(rank.device)
+    stage = nn.Sequential(layers[rank.index], nn.Identity() if last else nn.ReLU()).to(rank.device)
     optimizer = sgd(training, stage)
     got: dict[str, torch.Tensor] = {}
     with full_precision():

@@ -25,7 +25,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.gradient_exchange import chunks
 from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.simulated import simulated_device_count
-from mgpu_check.suite.common.examples import near_square
+from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.suite.recipes import experts as recipe
 from mgpu_check.suite.recipes import model_parallel, sequence_parallel
@@ -50,7 +50,10 @@ Results = dict[str, torch.Tensor | Portion]
 
 
 class DividedStep(ABC):
-    """A case of a mechanism, with data that all ranks and the reference make alike."""
+    """A case of a mechanism, with data that all ranks and the reference make alike.
+
+    `step_of` makes it on each rank; `assert_mechanisms_agree` runs it once divided and once undivided, and drops it.
+    """
 
     def __init__(self, case: MechanismCase, ranks: int) -> None:
         self.case, self.ranks = case, ranks
@@ -70,9 +73,9 @@ class DividedStep(ABC):
         """Return `numbers` of each shape, in a dtype."""
         return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
 
-    def lacks(self, rank: Rank) -> str:
-        """Return what these devices lack for the mechanism, or ""; the same on all ranks. A collective."""
-        return ""
+    def lacks(self, rank: Rank) -> str | None:
+        """Return what these devices lack for the mechanism, or None; the same on all ranks. A collective."""
+        return None
 
     @abstractmethod
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -316,13 +319,11 @@ class ContextOfTorch(DividedStep):
     def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return queries, keys, values, and the factors of outputs in the loss."""
         # The memory-efficient kernel pads its logsumexp to 32 rows: each half of a rank's part must be a multiple.
-        shape = 1, _HEADS, 64 * self.ranks, _WIDTH
-        return self.tensors(dtype, *[shape] * 4)
+        return self.tensors(dtype, *[(1, _HEADS, 64 * self.ranks, _WIDTH)] * 4)
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         q, k, v, factors = (tensor.requires_grad_() for tensor in self.data(dtype))
-        causal = self.case.sizes["causal"] != "not causal"
-        outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        outputs = F.scaled_dot_product_attention(q, k, v, is_causal=self.case.sizes["causal"] != "not causal")
         weighted(outputs, factors).backward()
         return {"outputs": outputs.detach()} | _gradients({"q": q, "k": k, "v": v})
 
@@ -449,7 +450,7 @@ class Vocabulary(DividedStep):
 class AsynchronousLayers(DividedStep):
     """`recipes.model_parallel`: two layers whose products overlap with their collectives."""
 
-    def lacks(self, rank: Rank) -> str:
+    def lacks(self, rank: Rank) -> str | None:
         peers = {*range(torch.cuda.device_count())} - {rank.device.index}
         unreachable = not all(torch.cuda.can_device_access_peer(rank.device, peer) for peer in peers)
         if on_any_rank(rank, unreachable or rank.node_index > 0):
@@ -462,7 +463,7 @@ class AsynchronousLayers(DividedStep):
                 symmetric.get_symm_mem_workspace(rank.group.group_name, 1 << 16)
             except RuntimeError:  # the driver, or the container, does not share memory between processes
                 refused = True
-        return "no symmetric memory" if on_any_rank(rank, refused) else ""
+        return "no symmetric memory" if on_any_rank(rank, refused) else None
 
     def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return inputs, factors of outputs in the loss, and the weights of both layers."""

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.oracles.strategies import exact_trainings
+from mgpu_check.oracles.strategies import MORE, exact_trainings, examples
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.settings import active
-from mgpu_check.suite.common.examples import MORE, examples
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 if TYPE_CHECKING:

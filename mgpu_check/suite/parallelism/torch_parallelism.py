@@ -31,7 +31,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import gathered, one_device, seen, sgd
 from mgpu_check.oracles.training.training_steps import weighted
-from mgpu_check.suite.common.examples import drawn_rows
+from mgpu_check.suite.common.pairs import drawn_rows
 from mgpu_check.suite.parallelism.handwritten_parallelism import stage_of
 from mgpu_check.torch_hooks.tensors import copied
 
@@ -260,8 +260,6 @@ def _stages(training: ExactTraining, of_a_rank: int) -> list[_Stage]:
 
 
 class _Bias(nn.Module):
-    """The bias of a linear layer as a module of its own."""
-
     def __init__(self, bias: nn.Parameter) -> None:
         super().__init__()
         self.bias = bias
@@ -308,8 +306,7 @@ def _norm(norm_type: str) -> nn.Module:
 
 def _numbers(*shape: int, seed: int) -> torch.Tensor:
     """Return whole numbers from -5 to 5 that differ from their neighbours."""
-    count = torch.Size(shape).numel()
-    return ((torch.arange(count, device="cpu") * 7 + seed) % 11 - 5.0).reshape(shape)
+    return ((torch.arange(torch.Size(shape).numel(), device="cpu") * 7 + seed) % 11 - 5.0).reshape(shape)
 
 
 def assert_styles_agree(rank: Rank, seed: int) -> None:
@@ -379,7 +376,6 @@ def _of_norms(expected: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[s
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor unchanged."""
     from torch.distributed.tensor import DTensor
 
     return x.to_local() if isinstance(x, DTensor) else x
@@ -550,7 +546,6 @@ TAKES_UNEVEN = not hasattr(pipelining.PipelineStage, "_validate_fwd_input")
 
 
 def _together(ranks: int, row: Mapping[str, Any]) -> bool:
-    """Return whether a schedule on this number of ranks has these options."""
     schedule = row.get("schedule", "")
     if row.get("micro_batches", 8) < ranks or (schedule and not hasattr(pipelining, schedule)):
         return False

@@ -230,8 +230,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return all outputs, (…, out), for this rank's inputs, (…, own); if `divide`, for all inputs, (…, in)."""
-        own = divide_among_ranks(x) if self.divide else x
-        return sum_over_ranks(F.linear(own, self.weight)) + self.bias
+        return sum_over_ranks(F.linear(divide_among_ranks(x) if self.divide else x, self.weight)) + self.bias
 
 
 def class_of(labels: torch.Tensor, own: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,8 +275,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, own: slice, *, ign
         ignore_index: a label whose rows do not count.
     """
     kept = labels != ignore_index
-    losses = _NegativeLogLikelihood.apply(logits, labels, own)
-    return torch.where(kept, losses, 0).sum() / kept.sum()
+    return torch.where(kept, _NegativeLogLikelihood.apply(logits, labels, own), 0).sum() / kept.sum()
 
 
 class VocabularyParallel(nn.Module):
@@ -340,8 +338,7 @@ def rows_of(heads: FusedHeads, rank: int, ranks: int) -> tuple[list[int], FusedH
         for places, sources in zip(local, chosen, strict=True)
         for position, head in zip(places, sources, strict=True)
     }
-    rows = [head_at[position] * heads.width + row for position in sorted(head_at) for row in range(heads.width)]
-    return rows, mine
+    return [head_at[position] * heads.width + row for position in sorted(head_at) for row in range(heads.width)], mine
 
 
 def split(fused: torch.Tensor, heads: FusedHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -403,13 +400,11 @@ def _group() -> str:
 
 
 def _gathered_product(rows: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of all ranks, and their product with `factor`."""
     all_rows, products = _operators().fused_all_gather_matmul(rows.contiguous(), [factor], 0, _group())
     return all_rows, products[0]
 
 
 def _scattered_product(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of the sum over the ranks of their products."""
     product: torch.Tensor = _operators().fused_matmul_reduce_scatter(rows.contiguous(), factor, "sum", 0, _group())
     return product
 

@@ -186,8 +186,7 @@ class _Ring(torch.autograd.Function):
         mean = (gradient * out).sum(-1, keepdim=True)
         of_q, of_keys, of_values = torch.zeros_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         for step in range(len(ctx.positions)):
-            mask = visible(ctx.positions[ctx.rank], ctx.positions[ctx.rank - step])
-            weights = (_scores(q, keys, mask) - total).exp()
+            weights = (_scores(q, keys, visible(ctx.positions[ctx.rank], ctx.positions[ctx.rank - step])) - total).exp()
             of_scores = weights * (gradient @ values.mT - mean) * scale
             of_q = of_q + of_scores @ keys
             of_keys, of_values = of_keys + of_scores.mT @ q, of_values + weights.mT @ gradient

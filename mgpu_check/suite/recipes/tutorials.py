@@ -103,8 +103,7 @@ def partitions(data: Any, sizes: Sequence[float], seed: int) -> list[Partition]:
     All ranks must pass the same seed. Sizes are rounded down; the last part gets the rest.
     """
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
-    counts = [int(size * len(order)) for size in sizes[:-1]]
-    bounds = [0, *itertools.accumulate(counts), len(order)]
+    bounds = [0, *itertools.accumulate([int(size * len(order)) for size in sizes[:-1]]), len(order)]
     return [Partition(data, order[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 

@@ -88,8 +88,7 @@ def assert_scatter_differentiable(
     """
     leaf = batch.detach().clone().requires_grad_()
     shards = nn.parallel.scatter(leaf, devices, dim)
-    sizes = [shard.shape[dim] for shard in shards]
-    shard_weights = weights.split(sizes, dim)
+    shard_weights = weights.split([shard.shape[dim] for shard in shards], dim)
     chosen = {i % len(shards) for i in (range(len(shards)) if used_shards is None else used_shards)}
     terms = [(shards[i] * shard_weights[i].to(shards[i].device)).sum().to(devices[0]) for i in sorted(chosen)]
     expected = torch.cat(
@@ -271,8 +270,7 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
         TensorSpec((size, 2), dtype, seed=seed) for seed, dtype in enumerate(("float32", "int64", "bool", "float32"))
     ]
     for outer, inner in itertools.product(KINDS, (None, *KINDS)):
-        second = specs[1] if inner is None else Nested(inner, (specs[2], specs[3]))
-        spec = Nested(outer, (specs[0], second))
+        spec = Nested(outer, (specs[0], specs[1] if inner is None else Nested(inner, (specs[2], specs[3]))))
         _assert_restored(spec.build(), devices)
         leaves = Nested(outer, (spec, Leaf("train"))).build()
         assert_shards_cover(leaves, nn.parallel.scatter(leaves, devices), devices)
@@ -352,8 +350,7 @@ def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: 
             raise ShardError(f"{label}: got sizes {[shard.shape[dim] for shard in got]}")
         assert_shards_cover(batch, got, chosen, dim)
         out = [torch.full_like(shard, 7) for shard in got]
-        filled = comm.scatter(batch, dim=dim, out=out)
-        pairs = enumerate(zip(filled, out, strict=True))
+        pairs = enumerate(zip(comm.scatter(batch, dim=dim, out=out), out, strict=True))
         mismatches = [index for index, (result, output) in pairs if result is not output]
         if mismatches:
             raise ShardError(f"{label}: the given output tensor {mismatches[0]} was not returned", ranks=mismatches)

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
-from mgpu_check.oracles.strategies import given_sizes
+from mgpu_check.oracles.strategies import examples, given_sizes
 from mgpu_check.strategies import Split, TensorSpec
-from mgpu_check.suite.common.examples import examples
 
 if TYPE_CHECKING:
     import torch

@@ -47,7 +47,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import gathered, one_device, own_part, sgd
-from mgpu_check.suite.common.examples import drawn_rows, near_square, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.suite.sharded.fully_sharded import require, scale_of, sharded
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied, name_of, plain
@@ -88,8 +88,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
         state = take_full_state(training, model, optimizer, expected_state, findings, subject, rank)
         if findings.anywhere(rank):
             return  # rank 0 would broadcast the wrong state, and all ranks would report it again
-        fresh_training = replace(training, seed=training.seed + 1)
-        fresh = sharded(fresh_training, rank, memory_later=True)
+        fresh = sharded(replace(training, seed=training.seed + 1), rank, memory_later=True)
         _with_buffers(fresh, rank, 0)
         fresh_optimizer = sgd(training, fresh)
         give_full_state(training, state, fresh, fresh_optimizer)
@@ -165,7 +164,7 @@ def give_full_state(
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     parameters, moments = state
     state_dicts.set_model_state_dict(model, dict(parameters), options=options)
-    if training.momentum:  # torch refuses to broadcast a state without tensors, because it cannot infer the device
+    if training.momentum:
         state_dicts.set_optimizer_state_dict(model, optimizer, dict(moments), options=options)
 
 
@@ -218,14 +217,12 @@ def _meanwhile(rank: Rank, factor: int) -> dict[str, torch.Tensor]:
 
 
 def _in_groups(model: nn.Module, training: ExactTraining, rate: float) -> torch.optim.SGD:
-    """Return an optimizer with one group for weights and one for biases."""
     values = list(model.parameters())
     groups = [{"params": [value for value in values if (value.dim() > 1) is is_weight]} for is_weight in (True, False)]
     return torch.optim.SGD(groups, lr=rate, momentum=training.momentum)
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set a different rate for each group of parameters."""
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] = rate / 2**number
 
@@ -237,8 +234,7 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     directory is removed.
     """
     subject = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
-    fresh_training = replace(training, seed=training.seed + 1)
-    model = sharded(fresh_training, rank)
+    model = sharded(replace(training, seed=training.seed + 1), rank)
     # Loading works in place, so each state needs an optimizer of its own.
     optimizer, another = (_in_groups(model, training, 2 * training.rate) for _ in range(2))
     try:
@@ -264,8 +260,7 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         with findings.collected():
             assert_same(loaded, {name: expected[name] for name in loaded}, subject, rank.index)
         text = "a tensor that was not saved was loaded, expected an error that names it"
-        message = f"{subject}, rank {rank.index}: {text}"
-        findings.require(refused, message, ranks=[rank.index])
+        findings.require(refused, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
         others = _others(rank, 1)
         with findings.collected():
             _compare_others(state, others, subject, rank)
@@ -313,7 +308,6 @@ def _refuses_what_was_not_saved(directory: str) -> bool:
 
 
 def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], subject: str, rank: Rank) -> None:
-    """Compare the other values of the checkpoint with those that this rank must have."""
     for name, wanted in others.items():
         got = state[name]
         if isinstance(wanted, torch.Tensor):
@@ -366,7 +360,6 @@ _STATE_OPTIONS: Mapping[str, Sequence[Any]] = {
 
 
 def _state_options_together(row: Mapping[str, Any]) -> bool:
-    """Return whether each rank gets a state, and torch sets it."""
     if row.get("ignore_frozen_params") and row.get("strict", True):
         return False
     # Torch takes a full state that is flattened, and raises a KeyError when it is set.
@@ -411,8 +404,7 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
                 same = same_bits(expected[f"step 1: {name}"].float(), value)
                 judge(same, subject, f"{name} is {value}, not the value after the step")
                 device_type = "cpu" if row["cpu_offload"] else rank.device.type
-                on_device = parameters[name].device.type == device_type
-                judge(on_device, subject, f"{name} is on {parameters[name].device}")
+                judge(parameters[name].device.type == device_type, subject, f"{name} is on {parameters[name].device}")
             fresh = sharded(replace(training, seed=training.seed + 1), rank)
             fresh_optimizer = torch.optim.Adam(fresh.parameters(), lr=0.0)
             fresh.get_parameter(_FROZEN).requires_grad_(False)
@@ -440,7 +432,6 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
 
 
 def _copies(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of the state of a parameter on this rank."""
     return {key: copied(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for key, tensor in state.items()}
 
 
@@ -482,7 +473,6 @@ _CHECKPOINT_OPTIONS: Mapping[str, Sequence[Any]] = {
 
 
 def _checkpoint_options_together(row: Mapping[str, Any]) -> bool:
-    """Return whether torch takes these options together."""
     if row.get("no_dist") and (row.get("process_group") or row.get("use_collectives") is False):
         return False
     if row.get("overwrite") is False and row.get("use_collectives") is False:
@@ -518,8 +508,7 @@ def _state(row: Mapping[str, Any], rank: Rank, seed: int, factor: int) -> dict[s
     """Return the values of a checkpoint times `factor`; with 0 they are the target of loading."""
 
     def numbers(*shape: int, start: int = 0) -> torch.Tensor:
-        count = torch.Size(shape).numel()
-        return ((torch.arange(count) + seed + start).reshape(shape) % 97 + 1.0) * factor
+        return ((torch.arange(torch.Size(shape).numel()) + seed + start).reshape(shape) % 97 + 1.0) * factor
 
     state: dict[str, Any] = {"own": numbers(5, start=7).to(rank.device)}
     if row["flatten_state_dict"]:  # only then torch changes numbers, and what is nested

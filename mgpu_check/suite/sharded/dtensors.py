@@ -34,7 +34,7 @@ from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.asserts.known_defects import is_known, known_defect, left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
-from mgpu_check.suite.common.examples import near_square
+from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.sharded.redistribution import compared, part_of, placed, require_none_wrong, text_of
 from mgpu_check.torch_hooks.tensors import plain
 from mgpu_check.version import torch_version
@@ -70,12 +70,11 @@ def assert_meshes_agree(rank: Rank) -> None:
             messages.append(_wrong_mesh(rank, mesh, ranks, calling=calling))
         elif mesh.get_coordinate() is not None:
             messages.append(f"a mesh without rank {rank.index} gives it the coordinate {mesh.get_coordinate()}")
-    if text := next(filter(None, messages), ""):
+    if text := next(filter(None, messages), None):
         raise ReplicaMismatch(f"device mesh, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def _coordinate(rank: Rank, ranks: torch.Tensor) -> list[int]:
-    """Return the coordinate that a rank must have in a mesh of `ranks`."""
     return [int(position) for position in (ranks == rank.index).nonzero()[0]]
 
 
@@ -87,8 +86,8 @@ def _groups(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> Iterator[tuple
         yield dist.get_process_group_ranks(mesh.get_group(name)), line
 
 
-def _wrong_mesh(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) -> str:
-    """Describe the first error of a mesh; "" if it is right. With `calling`, a collective of the mesh's groups."""
+def _wrong_mesh(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) -> str | None:
+    """Describe the first error of a mesh; None if it is right. With `calling`, a collective of the mesh's groups."""
     texts = []
     description = f"{tuple(ranks.shape)} of ranks {ranks.flatten().tolist()}"
     expected_coordinate = _coordinate(rank, ranks)
@@ -126,11 +125,11 @@ def _wrong_mesh(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: b
         slice_ranks, expected = mesh[kept].mesh.tolist(), ranks.select(dropped, expected_coordinate[dropped]).tolist()
         if slice_ranks != expected:
             texts.append(f"{description}[{', '.join(kept)}] has ranks {slice_ranks}, expected {expected}")
-    return texts[0] if texts else ""
+    return texts[0] if texts else None
 
 
-def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str:
-    """Describe an error in the order or the sum of a group's ranks; "" without one. A collective of the group."""
+def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str | None:
+    """Describe an error in the order or the sum of a group's ranks; None without one. A collective of the group."""
     own_index = torch.tensor([rank.index], device=rank.device)
     gathered = [torch.empty_like(own_index) for _ in members]
     # all_gather shows the order of the ranks in the group.
@@ -138,14 +137,16 @@ def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int])
     dist.all_reduce(own_index, group=group)
     if (ranks := [int(index) for index in gathered]) != members:
         return f"all_gather gives ranks {ranks}"
-    return "" if int(own_index) == sum(members) else f"the sum of the ranks {members} is {int(own_index)}"
+    return None if int(own_index) == sum(members) else f"the sum of the ranks {members} is {int(own_index)}"
 
 
 def assert_dtensors_are_made(rank: Rank, seed: int) -> None:
     """Assert that DTensors are made with the right parts, and that functions of parts see them. A collective."""
     line = init_device_mesh("cuda", (rank.size,))
     square = init_device_mesh("cuda", near_square(rank.size))
-    full_tensor = _numbers(rank.size, seed)
+    # Whole numbers from 1 to 97, an even number of rows and of columns for each rank.
+    index = torch.arange(6 * rank.size**2, device="cpu").reshape(2 * rank.size, 3 * rank.size)
+    full_tensor = (index * 7 + seed) % 97 + 1.0
     messages = [
         *_filled(line, seed, [(Shard(0),), (Shard(1),), (Replicate(),)]),
         *_filled(square, seed, [(Shard(0), Shard(1)), (Shard(0), Replicate())]),
@@ -157,14 +158,7 @@ def assert_dtensors_are_made(rank: Rank, seed: int) -> None:
     require_none_wrong(messages, rank)
 
 
-def _numbers(ranks: int, seed: int) -> torch.Tensor:
-    """Return whole numbers from 1 to 97, float32 on the CPU: an even number of rows and of columns for each rank."""
-    index = torch.arange(2 * ranks * 3 * ranks, device="cpu").reshape(2 * ranks, 3 * ranks)
-    return (index * 7 + seed) % 97 + 1.0
-
-
-def _filled(mesh: DeviceMesh, seed: int, targets: list[tuple[Placement, ...]]) -> Iterator[str]:
-    """Fill tensors whose parts are uneven."""
+def _filled(mesh: DeviceMesh, seed: int, targets: list[tuple[Placement, ...]]) -> Iterator[str | None]:
     shape = 2 * mesh.size() + 1, mesh.size() + 2
     values = {"zeros": 0, "ones": 1, "full": 7, "empty": 5}
     for number, target in enumerate(targets):
@@ -185,11 +179,10 @@ def _filled(mesh: DeviceMesh, seed: int, targets: list[tuple[Placement, ...]]) -
                 yield f"{subject} is {layout}, requires_grad={dtensor.requires_grad}"
 
 
-def _from_parts(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
+def _from_parts(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str | None]:
     """Make DTensors from local parts, and take whole tensors, with gradients that differ between ranks."""
     # Ranks disagree, and the check of a replicated tensor gives all the values of the first.
-    local = (full_tensor + rank.index).to(rank.device)
-    dtensor = DTensor.from_local(local, mesh, [Replicate()], run_check=True)
+    dtensor = DTensor.from_local((full_tensor + rank.index).to(rank.device), mesh, [Replicate()], run_check=True)
     yield compared(dtensor.to_local(), full_tensor, "from_local with run_check, replicated")
     shard = part_of(full_tensor, [Shard(0)], mesh).to(rank.device)
     checked = DTensor.from_local(shard, mesh, [Shard(0)], run_check=True)
@@ -213,7 +206,7 @@ def _from_parts(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iter
         yield compared(torch.where(near, total.round(), total), full_tensor, subject)
 
 
-def _cast(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
+def _cast(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str | None]:
     """Redistribute in other dtypes than that of the tensor: 1/1024 beside whole numbers is lost in bfloat16."""
     fine = full_tensor + 2.0**-10
     leaf = part_of(fine, [Shard(0)], mesh).to(rank.device).requires_grad_()
@@ -227,7 +220,7 @@ def _cast(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[s
     yield compared(leaf.grad, expected_gradient, "gradient of redistribute with backward_dtype=float64")
 
 
-def _modules(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
+def _modules(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str | None]:
     """Divide a layer over two dimensions: its weight by rows over the second, its inputs by rows over the first."""
     layer = nn.Linear(full_tensor.shape[1], full_tensor.shape[0], bias=False, device="cpu")
     with torch.no_grad():
@@ -251,7 +244,7 @@ def _modules(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterato
     yield compared(outputs, full_tensor @ full_tensor.T, "outputs of a module under distribute_module")
 
 
-def _on_parts(rank: Rank, mesh: DeviceMesh, square: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
+def _on_parts(rank: Rank, mesh: DeviceMesh, square: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str | None]:
     """Apply functions of plain tensors to parts, and functions of DTensors to plain tensors."""
     turned = full_tensor.T.contiguous()
     columns, rows = placed(full_tensor, [Shard(1)], mesh), placed(turned, [Shard(0)], mesh)
@@ -463,8 +456,7 @@ def assert_operators_agree(rank: Rank, seed: int, *, more: bool) -> None:
     shape = max(3, 2 * rank.size - 1), max(5, 3 * rank.size - 1)  # torch refuses the maximum of an empty part
     wholes = [_drawn_numbers(shape, seed + number) for number in range(2)]
     step = 2 if more else 4
-    calls = list(_calls(wholes, seed // step, rank.size))[seed % step :: step]
-    require_none_wrong(_described(calls, mesh), rank)
+    require_none_wrong(_described(list(_calls(wholes, seed // step, rank.size))[seed % step :: step], mesh), rank)
 
 
 _Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], tuple[Placement, ...]]
@@ -482,8 +474,8 @@ def _calls(wholes: list[torch.Tensor], seed: int, ranks: int) -> Iterator[_Call]
         yield name, binary, wholes, pairs[(seed + 4 * number) % len(pairs)]
 
 
-def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
-    """Yield a description of each call, "" if it is right, up to one that raises: ranks may then be out of step."""
+def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str | None]:
+    """Yield a description of each call, None if it is right, up to one that raises: ranks may then be out of step."""
     for name, call, wholes, places in calls:
         if lacks(name):
             left_out(name, "this torch does not have it for all placements")
@@ -493,7 +485,7 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
             judged = functools.partial(_wrong_result, subject, call, wholes, places, mesh)
             message = judged()
             is_excused = name == "filled" and _fills_each_part(placed(wholes[0], places, mesh), judged, message)
-            yield "" if is_excused else message
+            yield None if is_excused else message
         except Exception as error:
             if type(error).__module__ != "builtins":
                 raise  # full memory and broken connections have types of their own, which show their cause
@@ -501,7 +493,7 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
             return
 
 
-def _fills_each_part(operand: DTensor, judged: Callable[..., str], message: str) -> bool:
+def _fills_each_part(operand: DTensor, judged: Callable[..., str | None], message: str | None) -> bool:
     """Return whether `fill_` of a partial copy has the result of a known defect, not met if `clone` sums the parts.
 
     `judged` describes the error of the call by a reference; `message` is the error of the call.
@@ -516,9 +508,7 @@ def _fills_each_part(operand: DTensor, judged: Callable[..., str], message: str)
 
 
 def _drawn_numbers(shape: tuple[int, int], seed: int) -> torch.Tensor:
-    """Return whole numbers drawn from -3 to 3, float32 on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, shape, generator=generator, device="cpu").float()
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed), device="cpu").float()
 
 
 def _wrong_result(
@@ -528,8 +518,8 @@ def _wrong_result(
     places: tuple[Placement, ...],
     mesh: DeviceMesh,
     reference: Callable[..., torch.Tensor] | None = None,
-) -> str:
-    """Describe the error of a call; "" if it is right: as on whole tensors, or as the `reference` is on them."""
+) -> str | None:
+    """Describe the error of a call; None if it is right: as on whole tensors, or as the `reference` is on them."""
     leaves = [full_tensor.clone().requires_grad_() for full_tensor in wholes]
     expected_output = (reference or call)(*leaves)
     operands = [placed(whole, [place], mesh).requires_grad_() for whole, place in zip(wholes, places, strict=True)]
@@ -557,7 +547,7 @@ def _wrong_result(
 
 
 @torch.no_grad()
-def _differs(subject: str, got: DTensor, expected_output: torch.Tensor, mesh: DeviceMesh) -> str:
+def _differs(subject: str, got: DTensor, expected_output: torch.Tensor, mesh: DeviceMesh) -> str | None:
     if got.shape != expected_output.shape or got.dtype != expected_output.dtype:
         expected_form = f"{expected_output.dtype}{list(expected_output.shape)}"
         return f"{subject} is {got.dtype}{list(got.shape)}, expected {expected_form}"
@@ -571,7 +561,7 @@ def _differs(subject: str, got: DTensor, expected_output: torch.Tensor, mesh: De
     # Sums of fewer than 2^8 terms below 2^8 are exact; functions of these sums round about ten times.
     most = float(expected_output.double().abs().max()) * 2.0**-18
     if bool((off <= most).all()):
-        return ""
+        return None
     at = int(torch.where(off.isnan(), torch.inf, off).argmax())
     values = f"got {local.flatten()[at].item()}, expected {expected.flatten()[at].item()}"
     count = int((~(off <= most)).sum())
@@ -607,11 +597,9 @@ def _judge_loss(
     rank: Rank,
     mesh: DeviceMesh,
 ) -> None:
-    """Compare the loss of operands that are divided by samples with that of the whole operands."""
     divided = [placed(full_tensor, [Shard(0)], mesh) for full_tensor in wholes]
     tensors = {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
-    replicated = {key: placed(value, [Replicate()], mesh) for key, value in tensors.items()}
-    got = loss(*divided, **{**options, **replicated})
+    got = loss(*divided, **{**options, **{key: placed(value, [Replicate()], mesh) for key, value in tensors.items()}})
     assert isinstance(got, DTensor)
     mean_loss = plain(got.full_tensor())
     rows = len(wholes[0])

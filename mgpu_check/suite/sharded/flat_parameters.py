@@ -27,7 +27,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import one_device, own_part, own_results, sgd
-from mgpu_check.suite.common.examples import drawn_rows, near_square, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.suite.sharded.checkpoints import give_full_state, take_full_state
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
 from mgpu_check.torch_hooks.tensors import copied
@@ -64,13 +64,15 @@ def _plainly_wrapped(training: ExactTraining, rank: Rank, way: Way) -> FullyShar
     options: dict[str, Any] = {"limit_all_gathers": False} if way.ahead else {}
     if way.strategy == "HYBRID_SHARD":
         options["device_mesh"] = init_device_mesh("cuda", near_square(rank.size), mesh_dim_names=("repeat", "shard"))
-    defaults = {name: values[0] for name, values in _OPTIONS.items()}
-    return _wrapped(training, rank, {**defaults, **vars(way)}, options)
+    return _wrapped(training, rank, {**{name: values[0] for name, values in _OPTIONS.items()}, **vars(way)}, options)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress torch's warnings about worlds of one rank, where there is nothing to divide."""
+    """Suppress torch's warnings about worlds of one rank, where there is nothing to divide.
+
+    Torch then takes another strategy: torch/distributed/fsdp/_init_utils.py, torch 2.13.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
         warnings.filterwarnings("ignore", message="(The|When using) `+NO_SHARD`")
@@ -84,14 +86,12 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
     FSDP divides gradients by the number of ranks, so the loss is multiplied by it. The norm from clipping must cover
     all gradients.
     """
-    expected = one_device(training)
-    wanted = own_results(training, expected, rank)
+    wanted = own_results(training, one_device(training), rank)
     with Findings() as findings, quiet():
         for way in _WAYS:
             subject = f"{way}, on {rank.device}"
             model = _plainly_wrapped(training, rank, way)
-            optimizer = sgd(training, model)
-            got = _trained(training, model, optimizer, rank, way)
+            got = _trained(training, model, sgd(training, model), rank, way)
             norm = float(model.clip_grad_norm_(1e30))
             with findings.collected():
                 assert_same(got, {name: wanted[name] for name in got}, subject, rank.index)
@@ -104,7 +104,6 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
 def _trained(
     training: ExactTraining, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank, way: Way
 ) -> dict[str, torch.Tensor]:
-    """Return outputs, gradients and parameters after each step; the first has two micro-batches."""
     got: dict[str, torch.Tensor] = {}
     for step, batch in enumerate(training.batches(), 1):
         outputs = _step_of(model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1)
@@ -120,7 +119,6 @@ def _step_of(
     way: Way,
     windows: int,
 ) -> torch.Tensor:
-    """Train for one step with gradients accumulated over `windows` micro-batches; return the outputs."""
     x, y = samples
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
@@ -221,7 +219,6 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
 
 
 def _together(row: Mapping[str, Any]) -> bool:
-    """Return whether FullyShardedDataParallel takes these options together."""
     if row.get("ignored") and (
         row.get("dtypes") in ("float64", "inputs not cast") or row.get("start", "the same") != "the same"
     ):
@@ -237,8 +234,7 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
 
     With `more` all rows of options are tried, else a sixth of them, by the seed of the training. A collective.
     """
-    expected = one_device(training)
-    wanted = own_results(training, expected, rank)
+    wanted = own_results(training, one_device(training), rank)
     with Findings() as findings, quiet():
         reached = rank.size == 1  # one rank has no shards to summon
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
@@ -377,6 +373,5 @@ def _judge_access(
         FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
         loaded_state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
         for name, entry in state["state"].items():
-            momentum = copied(loaded_state[name]["momentum_buffer"])
-            same = torch.equal(momentum, copied(entry["momentum_buffer"]))
+            same = torch.equal(copied(loaded_state[name]["momentum_buffer"]), copied(entry["momentum_buffer"]))
             check(same, f"the momentum of {name} was not loaded")

@@ -5,6 +5,7 @@ Each pair of values of its options is tried, and the parts of the parameters tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,7 +36,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import gathered, one_device, own_part, own_results, sgd
-from mgpu_check.suite.common.examples import drawn_rows, near_square, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.torch_hooks.tensors import copied, name_of
 
 
@@ -92,8 +93,8 @@ def chunks_are_right(
     return not on_any_rank(rank, bool(message))
 
 
-def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, device: torch.device, unsharded: Collection[str]) -> str:
-    """Describe the first parameter whose local part is not this rank's chunk; "" if all are right."""
+def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, device: torch.device, unsharded: Collection[str]) -> str | None:
+    """Describe the first parameter whose local part is not this rank's chunk; None if all are right."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "all ranks are in the mesh"
     for name, value in model.named_parameters():
@@ -110,7 +111,7 @@ def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, device: torch.device, unsh
             return f"{name} has a part of {tuple(local.shape)} here, expected {wanted}"
         if local.device != device:
             return f"the part of {name} is on {local.device}"
-    return ""
+    return None
 
 
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -213,8 +214,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     If more than two ranks divide freed parameters, and an even number, each pair of ranks keeps a whole copy after the
     forward pass. Each rank must hold exactly its chunk before and after each step.
     """
-    expected = one_device(training, scale=scale_of(rank.size))
-    wanted = own_results(training, expected, rank)
+    wanted = own_results(training, one_device(training, scale=scale_of(rank.size)), rank)
     mesh = mesh_of(rank, dimensions)
     with Findings() as findings:
         for how, until_last, options in _WAYS:
@@ -312,7 +312,6 @@ The gradient of a single micro-batch is reduced directly. Several are accumulate
 def _compare_precision(
     training: ExactTraining, rank: Rank, low: torch.dtype | None, reduced: torch.dtype, windows: int
 ) -> None:
-    """Train for one step under a policy, and compare after the last collective."""
     subject = f"fully_shard, {low} reduced in {reduced}, {windows} micro-batches, on {rank.device}"
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
     if low is None:
@@ -373,7 +372,6 @@ class _InContainers(nn.Module):
 
 
 def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings) -> None:
-    """Compare outputs in containers, and the gradients of the one that the loss uses."""
     subject = f"fully_shard, bfloat16, outputs in containers as float32, on {rank.device}"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     model, exact = (_InContainers(training.layers()[0]) for _ in range(2))
@@ -388,8 +386,7 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
     exact(containers={"x": [inputs.double(), None]})["list"][0].sum().backward()
     leaves, form = pytree.tree_flatten_with_path(got)
     wanted, expected_form = pytree.tree_flatten_with_path(expected)
-    text = f"outputs have the form {form}, expected {expected_form}"
-    require(findings, rank, form == expected_form, subject, text)
+    require(findings, rank, form == expected_form, subject, f"outputs have the form {form}, expected {expected_form}")
     pairs = zip(leaves, wanted, strict=False)  # the lengths are equal if the form is right
     results = [(f"output{pytree.keystr(path)}", leaf, should) for (path, leaf), (_, should) in pairs]
     for name, value in exact.named_parameters():
@@ -499,7 +496,6 @@ _NEEDS = {
 
 
 def _together(row: Mapping[str, Any]) -> bool:
-    """Return whether `fully_shard` takes these options together."""
     first_in_group = row.get("together") or row.get("ahead") == "in order"
     if row.get("unneeded_in_backward") and first_in_group:
         return False
@@ -521,8 +517,7 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
 
     With `more` all rows of options are tried, else an eighth of them, by the seed of the training.
     """
-    expected = one_device(training, scale=scale_of(rank.size))
-    wanted = own_results(training, expected, rank)
+    wanted = own_results(training, one_device(training, scale=scale_of(rank.size)), rank)
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8):
             subject = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
@@ -538,7 +533,6 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
 def _trained(
     training: ExactTraining, rank: Rank, row: Mapping[str, Any], subject: str, findings: Findings
 ) -> dict[str, torch.Tensor] | None:
-    """Return outputs, gradients and parameters after each step; None if a rank does not hold its parts."""
     mesh = mesh_of(rank, row["dimensions"])
     unsharded = ("0.bias",) if row["ignored"] else ()
     model = _sharded(training, rank, mesh, row, unsharded)
@@ -596,7 +590,6 @@ def _sharded(
 
 
 def _configure(model: nn.Sequential, layers: Sequence[FSDPModule], row: Mapping[str, Any]) -> None:
-    """Set the options that are methods of sharded modules."""
     for layer in layers:
         if row["communication"] == "custom":
             layer.set_custom_all_gather(communication.DefaultAllGather())
@@ -629,7 +622,6 @@ def _step(
     rank: Rank,
     row: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Train for one step, and return the outputs."""
     if row["more"] == "interrupted":
         _interrupt(model, layers[0], samples[0])
     prepare = functools.partial(_prepare, layers, row)
@@ -661,12 +653,10 @@ def _interrupt(model: nn.Sequential, root: FSDPModule, x: torch.Tensor) -> None:
         raise InterruptedError
 
     handle = model[-1].register_forward_pre_hook(fail)
-    try:
+    with contextlib.suppress(InterruptedError):
         model(x)
-    except InterruptedError:
-        root.reset_iter_state()
-    finally:
-        handle.remove()
+    root.reset_iter_state()
+    handle.remove()
 
 
 def _reduce_ignored(model: nn.Module, rank: Rank, row: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.common.examples import near_square
+from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
 _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")
@@ -82,8 +82,7 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     In one dimension every pair of placements is tried; in two, all of `_PAIRS` and others by `seed`, which rotates the
     dtypes. Partial tensors have exact sums. Random numbers must differ between shards, and be equal between replicas.
     """
-    shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
-    mesh = init_device_mesh("cuda", shape)
+    mesh = init_device_mesh("cuda", (rank.size,) if dimensions == 1 else near_square(rank.size))
     messages = []
     for number, case in enumerate(_cases(rank.size, seed, dimensions)):
         full_tensor = _whole(case, seed + number)
@@ -96,8 +95,8 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     require_none_wrong(messages, rank)
 
 
-def require_none_wrong(messages: Iterable[str], rank: Rank) -> None:
-    """Require that `messages` describes no error of a DTensor on this rank; "" means that a DTensor is right.
+def require_none_wrong(messages: Iterable[str | None], rank: Rank) -> None:
+    """Require that `messages` describes no error of a DTensor on this rank; None means that a DTensor is right.
 
     The ShardError has the first description, and the number of the others.
     """
@@ -189,7 +188,7 @@ def _targets(mesh: DeviceMesh, seed: int) -> list[tuple[Placement, ...]]:
     return [((Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(1)))[seed % 3]]
 
 
-def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
+def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str | None]:
     """Distribute the tensor of one rank, while the others pass different values, and yield the errors.
 
     Some ranks get several rows and others fewer or none.
@@ -203,10 +202,10 @@ def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
         dtensor = distribute_tensor((full_tensor + rank.index).to(rank.device), mesh, target, src_data_rank=source)
         expected = full_tensor + (rank.index if source is None else source)
         text = _wrong(dtensor, part_of(expected, target, mesh), case)
-        yield f"distribute_tensor, src_data_rank={source}: {text}" if text else ""
+        yield text and f"distribute_tensor, src_data_rank={source}: {text}"
 
 
-def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
+def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str | None]:
     """Draw random numbers in each placement, apply dropout to shards, and yield the errors."""
     for number, target in enumerate(_targets(mesh, seed)):
         draw = (random_tensor, uniform_tensor)[(seed + number) % 2]
@@ -223,8 +222,8 @@ def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
             yield _wrongly_shared(dropped.to_local(), target, mesh, f"elements kept by dropout of {text_of(target)}")
 
 
-def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: DeviceMesh, subject: str) -> str:
-    """Describe two ranks that hold one part but not equal numbers, or two parts but equal numbers; "" without any.
+def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: DeviceMesh, subject: str) -> str | None:
+    """Describe two ranks that hold one part but not equal numbers, or two parts but equal numbers; None without any.
 
     With 128 elements or more, equal parts are no coincidence. A collective.
     """
@@ -237,20 +236,20 @@ def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: Device
         alike = places[rank] == places[peer]
         if torch.equal(shards[rank], shards[peer]) != alike:
             return f"{subject}: ranks {rank} and {peer} hold {'different' if alike else 'the same'} ones"
-    return ""
+    return None
 
 
-def _wrong(dtensor: DTensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
+def _wrong(dtensor: DTensor, expected: torch.Tensor, case: _RedistributionCase) -> str | None:
     if tuple(dtensor.placements) != case.target or tuple(dtensor.shape) != case.shape:
         return f"{case} is {text_of(dtensor.placements)} of {tuple(dtensor.shape)}"
     return compared(dtensor.to_local(), expected, f"{case}, own part")
 
 
-def compared(got: torch.Tensor, expected: torch.Tensor, subject: str) -> str:
-    """Describe how a rank's tensor differs from the right one; "" if all bits are equal."""
+def compared(got: torch.Tensor, expected: torch.Tensor, subject: str) -> str | None:
+    """Describe how a rank's tensor differs from the right one; None if all bits are equal."""
     local = plain(got)
     if same_bits(expected.contiguous(), local):
-        return ""
+        return None
     if local.shape != expected.shape or local.dtype != expected.dtype:
         return f"{subject} is {local.dtype}{list(local.shape)}, expected {expected.dtype}{list(expected.shape)}"
     at = first_difference(expected, local)

@@ -116,7 +116,6 @@ def _batchnorm(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor]) -> nn.M
 def _on_this_rank(
     case: _BatchNormCase, layer: nn.Module, inputs: Mapping[str, torch.Tensor], own: slice, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Train the layer on this rank's samples; a collective of the case's ranks."""
     got: dict[str, torch.Tensor] = {}
     with full_precision():
         for step in _STEPS:
@@ -166,5 +165,4 @@ def _on_one_device(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor], own
 
 
 def _flags(layer: nn.Module) -> torch.Tensor:
-    """Return as numbers whether weight and bias need gradients, and whether the layer is in training mode."""
     return torch.tensor([float(value.requires_grad) for value in layer.parameters()] + [float(layer.training)])

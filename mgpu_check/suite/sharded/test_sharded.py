@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
-from mgpu_check.oracles.strategies import exact_trainings
+from mgpu_check.oracles.strategies import MORE, exact_trainings, examples
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.settings import active
-from mgpu_check.suite.common.examples import MORE, examples
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks

@@ -21,7 +21,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import ADAM_RATE, DocumentedSteps, adam_tolerance, one_device, seen
 from mgpu_check.oracles.training.training_steps import weighted
-from mgpu_check.suite.common.examples import drawn_rows, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.torch_hooks.tensors import copied
 
 _DECAY = 0.25
@@ -42,15 +42,15 @@ steps on all ranks.
 """
 
 
-def _together(row: Mapping[str, Any]) -> bool:
-    return not (row.get("later") and row.get("parameters_as_bucket_view"))  # an added group cannot be a view
-
-
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that ranks have the parameters of one device after each step, with each pair of options. A collective."""
     expected = one_device(training)
+
+    def together(row: Mapping[str, Any]) -> bool:
+        return not (row.get("later") and row.get("parameters_as_bucket_view"))  # an added group cannot be a view
+
     with Findings() as findings:
-        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=False, share=2):
+        for row in drawn_rows(_OPTIONS, together, seed=training.seed, more=False, share=2):
             model = training.model().to(rank.device)
             parameters = list(model.parameters())
             later = 1 if row["later"] else len(parameters)
@@ -119,7 +119,9 @@ def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, tor
     total = torch.tensor([kept], device=rank.device)
     dist.all_reduce(total)
     optimizer.consolidate_state_dict(to=last)
-    torch.cuda.synchronize()  # consolidate_state_dict copies to the host without waiting
+    # consolidate_state_dict copies to the host without waiting: its calls of _recursive_copy_to_device in
+    # torch/distributed/optim/zero_redundancy_optimizer.py, torch 2.13, are non-blocking.
+    torch.cuda.synchronize()
     # On the host, because tensors of a device belong to their process.
     box: list[Any] = [None]
     if rank.index == last:
@@ -136,8 +138,7 @@ def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, tor
     if int(total) != wanted:
         text = f"the ranks together keep the state of {int(total)} elements, expected {wanted}, each of them once"
         raise ReplicaMismatch(f"{subject}: {text}")
-    tolerance = adam_tolerance(expected, ADAM_RATE)
-    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=subject)
+    assert_gradients_agree(got, expected, tolerance=adam_tolerance(expected, ADAM_RATE), rank=rank.index, what=subject)
 
 
 def _with_gradients(training: ExactTraining, device: torch.device) -> nn.Module:
