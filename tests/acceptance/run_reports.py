@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, Subject, Work
@@ -15,6 +16,8 @@ MODEL = "NVIDIA H100 80GB HBM3"
 SOFTWARE = {"torch": "2.14.1", "cuda": "13.0", "nccl": "2.28.3", "driver": "580.95.05", "python": "3.11.7"}
 COMMAND = "mgpu-check accept --gpus=8"
 MIB = 1 << 20
+STEADY: dict[str, Any] = {"memory_clock": 2619, "throttle": "", "pcie_replays": 0}
+STEADY |= {"pcie_generation": 5, "pcie_width": 16}
 
 
 def gpus(count: int, host: int = 0, first: int = 0) -> tuple[Gpu, ...]:
@@ -83,14 +86,9 @@ def samples(numbers: tuple[int, ...], seconds: float, every: float = 1.0) -> tup
                 "temperature": round(34 + 30 * load + 2 * math.sin(number + at / 9)),
                 "power": 120 + 540 * load + 15 * math.sin(at / 3 + number),
                 "sm_clock": 1980 if at > 2 else 345,
-                "memory_clock": 2619,
-                "throttle": "",
-                "pcie_generation": 5,
-                "pcie_width": 16,
-                "pcie_replays": 0,
                 "ecc_corrected": None,
             }
-            found.append(TelemetrySample(at, number, values))
+            found.append(TelemetrySample(at, number, {**STEADY, **values}))
     return tuple(found)
 
 
@@ -133,6 +131,17 @@ def one_gpu() -> RunReport:
 
 def wrong(check: str, subject: Subject, seen: str, case: str, work: Work, **evidence: object) -> Observation:
     return Observation(check, subject, "failed", seen, case, work, evidence)
+
+
+def heated(sample: TelemetrySample) -> TelemetrySample:
+    late = max(0.0, sample.at - 120)
+    changed = {
+        "temperature": 41 + min(47, 0.4 * sample.at),
+        "sm_clock": max(1190, 1980 - 5 * late),
+        "throttle": "thermal (hardware)" if late else "",
+        "pcie_replays": int(late // 20),
+    }
+    return replace(sample, values={**sample.values, **changed})
 
 
 def bad() -> RunReport:
@@ -189,27 +198,12 @@ def bad() -> RunReport:
         replace(one, value=one.value * 0.42) if one.subject in (link, gpu) and one.unit != "s" else one
         for one in right.measurements
     ]
-    hot = []
-    for sample in right.samples:
-        if sample.gpu == 3:
-            late = max(0.0, sample.at - 120)
-            changed = {
-                "temperature": 41 + min(47, 0.4 * sample.at),
-                "sm_clock": max(1190, 1980 - 5 * late),
-                "throttle": "thermal (hardware)" if late else "",
-                "pcie_replays": int(late // 20),
-            }
-            sample = replace(sample, values={**sample.values, **changed})
-        hot.append(sample)
-    outcomes: dict[str, Outcome] = {"compute": "failed", "links": "failed", "training": "failed"}
-    outcomes |= {"collectives": "failed", "memory": "unknown", "performance": "failed"}
+    hot = tuple(heated(sample) if sample.gpu == 3 else sample for sample in right.samples)
+    names = ("compute", "links", "training", "collectives", "performance")
+    outcomes: dict[str, Outcome] = {**dict.fromkeys(names, "failed"), "memory": "unknown"}
+    whys = {"memory": "GPU 2: 12 GiB of 60 GiB were tested"}
     runs = tuple(
-        replace(
-            run,
-            outcome=outcomes.get(run.name, run.outcome),
-            why="GPU 2: 12 GiB of 60 GiB were tested" if run.name == "memory" else "",
-        )
-        for run in right.checks
+        replace(run, outcome=outcomes.get(run.name, run.outcome), why=whys.get(run.name, "")) for run in right.checks
     )
     return replace(
         right,
@@ -218,7 +212,7 @@ def bad() -> RunReport:
         checks=runs,
         observations=(*right.observations, *entries),
         measurements=tuple(speeds),
-        samples=tuple(hot),
+        samples=hot,
     )
 
 
@@ -246,8 +240,8 @@ def two_hosts() -> RunReport:
     for one, other in itertools.product(first, second):
         for pair in ((one, other), (other, one)):
             speeds.append(Measurement("links", Subject("copy", pair), "copy bandwidth", "B/s", 21e9, 7, 256 * MIB))
-    return RunReport(
-        started="2026-11-22T15:00:00+00:00",
+    return replace(
+        good(),
         seconds=61.0,
         command="mgpu-check accept --gpus=8 --simulate --hypothesis-seed=3",
         level="quick",
@@ -267,13 +261,13 @@ def two_hosts() -> RunReport:
 
 def inconclusive() -> RunReport:
     """Two checks of all; one did less than its floor."""
-    verdict = Verdict("INCONCLUSIVE", (), ("compute: GPU 1: 3 operations of 40",), (), ("compute", "memory"))
-    right = good(2, 20.0)
-    runs = tuple(run for run in right.checks if run.name in verdict.partial)
-    short = Work(operations=3)
+    why = "GPU 1: 3 operations of 40"
+    verdict = Verdict("INCONCLUSIVE", (), (f"compute: {why}",), (), ("compute", "memory"))
+    right, short = good(2, 20.0), Work(operations=3)
     runs = tuple(
-        replace(run, outcome="unknown", least=short, why="GPU 1: 3 operations of 40") if run.name == "compute" else run
-        for run in runs
+        replace(run, outcome="unknown", least=short, why=why) if run.name == "compute" else run
+        for run in right.checks
+        if run.name in verdict.partial
     )
     seen = tuple(entry for entry in right.observations if entry.check in verdict.partial)
     return replace(right, verdict=verdict, verdicts={0: verdict}, checks=runs, observations=seen, samples=())

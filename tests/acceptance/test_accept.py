@@ -23,6 +23,14 @@ from mgpu_check.settings import resolve
 
 Command = Callable[..., str]
 
+DO_NOTHING = """
+from mgpu_check.acceptance.node import Node
+def nothing(*_):
+    return []
+for name in ("on_ranks", "in_node_process"):
+    call = lambda self, check, fn, *args, real=getattr(Node, name), **more: real(self, check, nothing, **more)
+    setattr(Node, name, call)
+"""
 NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
 
 
@@ -63,15 +71,13 @@ def test_nothing_is_planted_on_several_hosts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((*NODE, "--plant=slow"), "ERROR: mgpu-check: --plant: 'slow' is not a hardware fault"),
-        ((*NODE, "-k", "nosuchcheck"), "no check was selected; checks are inventory, memory,"),
+        (["--plant=slow"], "ERROR: mgpu-check: --plant: 'slow' is not a hardware fault"),
+        (["-k", "nosuchcheck"], "no check was selected; checks are inventory, memory,"),
     ],
-    ids=["plant", "selection"],
 )
-def test_a_wrong_call_is_exit_code_4(command: Command, arguments: tuple[str, ...], told: str) -> None:
-    text = command(*arguments, code=4)
-    assert told in text
-    assert "Traceback" not in text
+def test_a_wrong_call_is_exit_code_4(command: Command, arguments: list[str], told: str) -> None:
+    text = command(*NODE, *arguments, code=4)
+    assert told in text and "Traceback" not in text
 
 
 def test_a_call_that_lacks_a_value_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,16 +95,12 @@ def test_workers_of_xdist_are_refused() -> None:
 
 
 def test_a_glance_finds_a_wrong_link_and_says_what_it_left_out(command: Command) -> None:
-    faulty = ("accept", "--gpus=2", "--simulate", "--gpu-level=glance", "--plant=copy-zeros:device=0,peer=1")
-    text = command(*faulty, code=1)
+    text = command(*NODE[:3], "--gpu-level=glance", "--plant=copy-zeros:device=0,peer=1", code=1)
     assert text.splitlines()[-1] == (
         "REJECTED on 2 SIMULATED cpu GPUs: link GPU 0 -> GPU 1; only compute, health, inventory, links ran"
     )
     assert "at the level glance" in text
-    assert (resolve({"gpu_level": "glance"}, {}, {}).depth, resolve({"gpu_level": "long"}, {}, {}).depth) == (
-        "quick",
-        "long",
-    )
+    assert [resolve({"gpu_level": level}, {}, {}).depth for level in ("glance", "long")] == ["quick", "long"]
 
 
 def test_the_pytest_process_plans_an_acceptance_without_torch() -> None:
@@ -138,11 +140,7 @@ def test_a_check_that_returns_at_once_leaves_the_node_undecided(
     command: Command, spoiled: Callable[[str], None]
 ) -> None:
     """Every check of memory is called, and does nothing: that is no pass."""
-    spoiled(
-        "from mgpu_check.acceptance.node import Node\n\ndef nothing(*_):\n    return []\n\nfor name in ('on_ranks', "
-        "'in_node_process'):\n    real = getattr(Node, name)\n    setattr(Node, name, lambda self, check, fn, *args, "
-        "real=real, **more: real(self, check, nothing, **more))\n"
-    )
+    spoiled(DO_NOTHING)
     text = command(*NODE, "-k", "memory", code=2)
     assert "memory did less than its least work on GPU 0, GPU 1: 0 of " in text
     assert "INCONCLUSIVE" in text

@@ -8,7 +8,7 @@ import math
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.performance.checks import judge
 from mgpu_check.acceptance.references import FORM, Baseline, Floors, entries_of, read_baseline, record, write
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.devices.observations import Measurement, Subject
+from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 NONE = Floors("none.json", ())
 SOFTWARE = {"driver": "580.1", "cuda": "13.0", "nccl": "2.28", "torch": "2.13.0", "python": "3.11"}
@@ -155,31 +155,32 @@ def _document(made: list[Measurement], of: list[Gpu]) -> Any:
     return json.loads(json.dumps({"format": "mgpu-check baseline", "version": 1, "entries": entries}))
 
 
+HEALTHY = FORM.decoded(_document(measurements(), gpus()), "b.json")
+
+
+def outcomes(made: list[Measurement], of: list[Gpu], software: Any = SOFTWARE, floors: Any = NONE) -> list[Observation]:
+    return list(judge(made, of, HEALTHY, floors, {0: software, 1: software}))
+
+
 def test_links_are_compared_place_by_place():
     """A bridge that fell back to PCIe is like other links, and unlike itself."""
-    there = FORM.decoded(_document(measurements(), gpus()), "b.json")
-    made = [
-        m if m.subject.members != (0, 1) else Measurement("x", m.subject, m.quantity, m.unit, 2e10, 5, m.size)
-        for m in measurements()
-    ]
-    found = judge(made, gpus(), there, NONE, {0: SOFTWARE, 1: SOFTWARE})
+    made = [replace(m, value=2e10) if m.subject.members == (0, 1) else m for m in measurements()]
+    found = outcomes(made, gpus())
     assert [str(o.subject) for o in found if o.outcome == "failed"] == ["copy GPU 0 -> GPU 1"]
 
 
 def test_hosts_of_a_run_are_compared_with_one_that_was_recorded():
-    there = FORM.decoded(_document(measurements(), gpus()), "b.json")
     second = [
-        Measurement("x", Subject(m.subject.kind, tuple(n + 4 for n in m.subject.members)), m.quantity, m.unit, m.value / 2, 5, m.size)
+        replace(m, subject=Subject(m.subject.kind, tuple(n + 4 for n in m.subject.members)), value=m.value / 2)
         for m in measurements()
-    ]  # fmt: skip
-    found = judge([*measurements(), *second], gpus(hosts=2), there, NONE, {0: SOFTWARE, 1: SOFTWARE})
+    ]
+    found = outcomes([*measurements(), *second], gpus(hosts=2))
     assert {m for o in found if o.outcome == "failed" for m in o.subject.members} == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize("name", ["driver", "cuda", "nccl", "torch"])
 def test_with_other_software_speed_is_unknown_and_that_is_said(name):
-    there = FORM.decoded(_document(measurements(), gpus()), "b.json")
-    found = judge(measurements(factor=0.5), gpus(), there, NONE, {0: {**SOFTWARE, name: "0"}})
+    found = outcomes(measurements(factor=0.5), gpus(), {**SOFTWARE, name: "0"})
     told = [o for o in found if o.case == "absolute speed"]
     assert [o.outcome for o in told] == ["unknown"] * 4
     assert f"recorded with other software: {name} {SOFTWARE[name]} there, 0 here" in told[0].seen
@@ -187,39 +188,29 @@ def test_with_other_software_speed_is_unknown_and_that_is_said(name):
 
 
 def test_python_is_no_such_software():
-    there = FORM.decoded(_document(measurements(), gpus()), "b.json")
-    assert {o.outcome for o in judge(measurements(), gpus(), there, NONE, {0: {**SOFTWARE, "python": "3.13"}})} == {
-        "passed"
-    }
+    assert {o.outcome for o in outcomes(measurements(), gpus(), {**SOFTWARE, "python": "3.13"})} == {"passed"}
 
 
 def test_a_model_that_was_not_recorded_is_unknown_even_where_it_has_floors():
     h100 = [Gpu(n, 0, n, "NVIDIA H100 80GB HBM3", str(n), 80 << 30) for n in range(4)]
-    there = FORM.decoded(_document(measurements(), gpus()), "b.json")
-    made = [Measurement("x", Subject("gpu", (n,)), "memory bandwidth", "B/s", 3e12, 5, 1 << 30) for n in range(4)]
-    told = [o for o in judge(made, h100, there, None, {0: SOFTWARE}) if o.outcome == "unknown"]
+    made = [m for m in measurements() if m.quantity == "memory bandwidth"]
+    told = [o for o in outcomes(made, h100, floors=None) if o.outcome == "unknown"]
     assert len(told) == 4 and "b.json has no NVIDIA H100" in told[0].seen
-    other_sizes = [Measurement("x", Subject("gpu", (n,)), "memory bandwidth", "B/s", 2e12, 5, 7) for n in range(4)]
-    told = [o for o in judge(other_sizes, gpus(), there, NONE, {0: SOFTWARE, 1: SOFTWARE}) if o.outcome == "unknown"]
+    told = [o for o in outcomes([replace(m, size=7) for m in made], gpus()) if o.outcome == "unknown"]
     assert len(told) == 4 and "does not list any of the measured quantities" in told[0].seen
 
 
 # --- reading ---
 
-ENTRY: dict[str, Any] = {
-    "name": "M", "memory": 1, "software": {}, "recorded": WHEN, "gpus": 1, "facts": {}, "measurements": [],
-}  # fmt: skip
-MEASURE: dict[str, Any] = {
-    "subject": "gpu", "quantity": "q", "unit": "B/s", "size": 1, "value": 1.0, "spread": 0.0, "subjects": 1, "repeats": 3, "places": {},
-}  # fmt: skip
+DOCUMENT: Any = _document(measurements(), gpus())
 
 
 def with_entry(**more: Any) -> dict[str, Any]:
-    return {"format": "mgpu-check baseline", "version": 1, "entries": [{**ENTRY, **more}]}
+    return {**DOCUMENT, "entries": [{**DOCUMENT["entries"][0], **more}]}
 
 
 def with_measure(**more: Any) -> dict[str, Any]:
-    return with_entry(measurements=[{**MEASURE, **more}])
+    return with_entry(measurements=[{**DOCUMENT["entries"][0]["measurements"][0], **more}])
 
 
 @pytest.mark.parametrize(
@@ -251,16 +242,16 @@ def test_errors_name_file_key_value_and_what_is_valid(document, error):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"absent\.json cannot be read: No such file"):
-        read_baseline(tmp_path / "absent.json")
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
-        read_baseline(tmp_path)
-    (tmp_path / "b.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"b\.json is not UTF-8 text"):
-        read_baseline(tmp_path / "b.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     (tmp_path / "b.json").write_text("{")
-    with pytest.raises(ValueError, match=r"b\.json is not JSON: .*line 1"):
-        read_baseline(tmp_path / "b.json")
+    for name, error in (
+        ("absent.json", r"absent\.json cannot be read: No such file"),
+        (".", "cannot be read: Is a directory"),
+        ("bytes.json", r"bytes\.json is not UTF-8 text"),
+        ("b.json", r"b\.json is not JSON: .*line 1"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            read_baseline(tmp_path / name)
 
 
 def test_a_baseline_without_speeds_is_said(command: Callable[..., str], tmp_path: Path) -> None:

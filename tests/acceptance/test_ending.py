@@ -7,12 +7,11 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mgpu_check.processes.child_processes import EndOnRequest
-
-Command = Callable[..., str]
 
 NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
 
@@ -55,30 +54,34 @@ verdict._SecondRun.look = lambda self: end()
 """
 
 
-def ended(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, *arguments: str) -> str:
-    (tmp_path / "ending.py").write_text(END + code)
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p ending")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    return command(*NODE, *arguments, "--report=node.json", code=130)
+Ended = Callable[..., tuple[str, dict[str, Any]]]
 
 
-def test_a_signal_to_the_whole_job_leaves_a_verdict_and_a_report(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = ended(command, tmp_path, monkeypatch, IN_A_CHECK, "-k", "memory or health")
-    verdict = json.loads((tmp_path / "node.json").read_text())["verdict"]
+@pytest.fixture
+def ended(command: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """Run an acceptance that this code ends; what it has printed, and its report."""
+
+    def ended(code: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+        (tmp_path / "ending.py").write_text(END + code)
+        monkeypatch.setenv("PYTEST_ADDOPTS", "-p ending")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        text = command(*NODE, *arguments, "--report=node.json", code=130)
+        return text, json.loads((tmp_path / "node.json").read_text())
+
+    return ended
+
+
+def test_a_signal_to_the_whole_job_leaves_a_verdict_and_a_report(ended: Ended) -> None:
+    text, document = ended(IN_A_CHECK, "-k", "memory or health")
+    verdict = document["verdict"]
     assert verdict["kind"] == "INCONCLUSIVE" and verdict["unknown"][0] == "the run was interrupted by SIGTERM"
     assert verdict["accusations"] == [] == verdict["unexplained"]
     assert "INCONCLUSIVE" in text and "written: node.json" in text
 
 
 @pytest.mark.slow
-def test_a_signal_in_second_looks_leaves_the_accusation(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planted = "--plant=collective-wrong:device=1"
-    text = ended(command, tmp_path, monkeypatch, IN_A_SECOND_LOOK, planted, "-k", "collectives")
-    document = json.loads((tmp_path / "node.json").read_text())
+def test_a_signal_in_second_looks_leaves_the_accusation(ended: Ended) -> None:
+    text, document = ended(IN_A_SECOND_LOOK, "--plant=collective-wrong:device=1", "-k", "collectives")
     assert document["verdict"]["kind"] == "REJECTED"
     assert document["verdict"]["unknown"][0] == "the run was interrupted by SIGTERM"
     assert all(check["seconds"] >= 0 for check in document["checks"])
@@ -104,7 +107,7 @@ def test_a_signal_that_the_parent_ignores_stays_ignored(monkeypatch: pytest.Monk
     try:
         ending.begin()
         signal.raise_signal(signal.SIGHUP)
-        assert ending.by == ""
+        assert ending.by is None
     finally:
         ending.end()
         signal.signal(signal.SIGHUP, kept)

@@ -18,10 +18,6 @@ def _node():
         yield
 
 
-def same(a, b):
-    return torch.equal(a, b)
-
-
 def integers(device, *shape, dtype=torch.float32):
     """Small whole numbers, whose sums and products are exact."""
     values = torch.arange(torch.Size(shape).numel()) * 7 % 5 - 2
@@ -34,7 +30,7 @@ def product(dtype=torch.float32, size=64, repeats=1):
     def look(device):
         a = integers(device, size, size, dtype=dtype)
         wanted = a.cpu().double() @ a.cpu().double()
-        return all(same((a @ a).cpu().double(), wanted) for _ in range(repeats))
+        return all(torch.equal((a @ a).cpu().double(), wanted) for _ in range(repeats))
 
     return look
 
@@ -55,14 +51,14 @@ def computed(function, *inputs, repeats=1):
 
     def look(device):
         wanted = function(*inputs)
-        return all(same(function(*(t.to(device) for t in inputs)).cpu(), wanted) for _ in range(repeats))
+        return all(torch.equal(function(*(t.to(device) for t in inputs)).cpu(), wanted) for _ in range(repeats))
 
     return look
 
 
 def not_repeating(device):
     drawn = torch.randn(64, device=device).cpu()
-    return not same(drawn[:32], drawn[32:])
+    return not torch.equal(drawn[:32], drawn[32:])
 
 
 def memory(*patterns, repeats=1):
@@ -74,7 +70,7 @@ def memory(*patterns, repeats=1):
             wanted = pattern(held.numel())
             held.copy_(wanted)
             for _ in range(repeats):
-                if not same(held.cpu(), wanted):
+                if not torch.equal(held.cpu(), wanted):
                     return False
         return True
 
@@ -100,7 +96,7 @@ def copied(size=4096, repeats=1, kernel=False, loaded=False, sources=("cuda:0",)
                 if loaded:
                     torch.zeros(MIB, device="cuda:1").to("cuda:3")
                 arrived = here.to("cuda:2", torch.int16).to(torch.uint8) if kernel else here.to("cuda:2")
-                if not same(arrived.cpu(), wanted):
+                if not torch.equal(arrived.cpu(), wanted):
                     return False
                 torch.cuda.synchronize(2)
                 torch.cuda.synchronize(1)
@@ -115,21 +111,16 @@ def far(device):
     return int(held[-4096:].sum()) == 4096 and not held[:-4096].any()
 
 
-def uploaded(pinned):
+def through_the_host(pinned, up):
+    """Return whether uploads, or downloads, arrive."""
+
     def look(device):
         wanted = torch.randint(1, 120, (4096,), dtype=torch.uint8)
-        wanted = wanted.pin_memory() if pinned else wanted
-        return same(wanted.to(device).to("cuda:3").cpu(), wanted)
-
-    return look
-
-
-def downloaded(pinned):
-    def look(device):
-        wanted = torch.randint(1, 120, (4096,), dtype=torch.uint8)
+        if up:
+            return torch.equal((wanted.pin_memory() if pinned else wanted).to(device).to("cuda:3").cpu(), wanted)
         target = torch.zeros(4096, dtype=torch.uint8, pin_memory=pinned)
         target.copy_(wanted.to("cuda:3").to(device))
-        return same(target, wanted)
+        return torch.equal(target, wanted)
 
     return look
 
@@ -171,24 +162,22 @@ random = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 0.5
 image = torch.arange(64.0).reshape(1, 1, 8, 8)
 query = random.reshape(1, 4, 16, 64)
 
+BITS = constant(0), constant(0xFF)
+PIECES = integers("cpu", 8, 16), integers("cpu", 16, 8)
+
 LOOKS = {
-    "memory-stuck-at-zero": memory(constant(0), constant(0xFF)),
-    "memory-stuck-at-one": memory(constant(0), constant(0xFF)),
+    **dict.fromkeys(("memory-stuck-at-zero", "memory-stuck-at-one", "memory-coupled"), memory(*BITS)),
     "memory-dead-row": memory(constant(0x55)),
-    "memory-aliased": memory(constant(0), constant(0xFF), address),
+    "memory-aliased": memory(*BITS, address),
     "memory-aliased-pages": memory(address),
-    "memory-coupled": memory(constant(0), constant(0xFF)),
     "memory-weak": memory(constant(0), repeats=8),
     "memory-leaks:seconds=0": memory(constant(255)),
     "product-dtype": product(torch.float16),
     "product-inner": computed(torch.mm, integers("cpu", 8, 256), integers("cpu", 256, 8)),
     "product-vector": computed(torch.mm, integers("cpu", 8, 16), integers("cpu", 16, 1)),
     "product-row": computed(torch.mm, integers("cpu", 1, 16), integers("cpu", 16, 8)),
-    "product-transposed": computed(
-        lambda a, b: a @ b.t().contiguous().t(), integers("cpu", 8, 16), integers("cpu", 16, 8)
-    ),
-    "product-lane": product(),
-    "product-tile": product(),
+    "product-transposed": computed(lambda a, b: a @ b.t().contiguous().t(), *PIECES),
+    **dict.fromkeys(("product-lane", "product-tile"), product()),
     "product-nan": product(repeats=5),
     "product-tf32": with_tf32(product()),
     "product-hot:heat=0.0001": product(repeats=30),
@@ -202,27 +191,24 @@ LOOKS = {
     "sorting": computed(lambda x: torch.sort(x).values, random),
     "elementwise": computed(lambda x: x + x, random, repeats=3),
     "random-repeats": not_repeating,
-    "copy-zeros": copied(),
-    "copy-stale": copied(),
-    "copy-of-another-peer": copied(),
-    "copy-offset": copied(),
-    "copy-tail": copied(),
+    **dict.fromkeys(
+        [
+            f"copy-{name}"
+            for name in ["zeros", "stale", "of-another-peer", "offset", "tail", "by-engine", "lanes", "out"]
+        ],
+        copied(),
+    ),
     "copy-large": copied(3 * MIB),
     "copy-by-kernel": copied(kernel=True),
-    "copy-by-engine": copied(),
     "copy-under-load": copied(loaded=True),
-    "copy-lanes": copied(),
     "copy-seldom": copied(repeats=20),
     "copy-stale-seldom": copied(repeats=50),
     "copy-stale-rare:every=60": copied(repeats=60),
     "copy-wraps": far,
-    "copy-out": copied(),
-    "upload-truncated": uploaded(pinned=False),
-    "upload-seldom:every=1": uploaded(pinned=True),
-    "download-seldom:every=1": downloaded(pinned=True),
-    "upload-pinned": uploaded(pinned=True),
-    "download-truncated": downloaded(pinned=True),
-    "download-pageable": downloaded(pinned=False),
+    "upload-truncated": through_the_host(False, up=True),
+    **dict.fromkeys(("upload-seldom:every=1", "upload-pinned"), through_the_host(True, up=True)),
+    **dict.fromkeys(("download-seldom:every=1", "download-truncated"), through_the_host(True, up=False)),
+    "download-pageable": through_the_host(False, up=False),
     "slow-gpu": fast(torch.exp, 6e-6),
     "slow-when-hot:heat=0.0001": sustained,
     "slow-dtype": fast(torch.exp, 1e-5, torch.float16),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from mgpu_check.acceptance.health.checks import examine_troubles
 from mgpu_check.acceptance.node import observations_of
 from mgpu_check.acceptance.plan import read_policy
 from mgpu_check.acceptance.report.summary import lines
-from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.sampler import Trouble, TroubleKind
@@ -24,15 +24,12 @@ from mgpu_check.errors import RankFailure
 from tests.acceptance import run_reports
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
+CHANGED: dict[str, Any] = {"changed from": 18}
 GPU, COPY, GROUP = Subject("gpu", (1,)), Subject("copy", (0, 1)), Subject("group", (0, 1))
 
 
 def entry(check: str, subject: Subject = GPU, outcome: Outcome = "failed", **evidence: object) -> Observation:
     return Observation(check, subject, outcome, "something", evidence=evidence)
-
-
-def changed(field: str) -> Observation:
-    return replace(entry("health"), evidence={"field": field, "changed from": 18})
 
 
 def test_the_page_has_the_table() -> None:
@@ -69,8 +66,8 @@ def test_ids_are_stable_words_and_the_last_kind_matches_all() -> None:
         (entry("memory", ended="died"), "GPU-NO-ANSWER"),
         (entry("training", GROUP, ended="hung"), "GROUP-NO-ANSWER"),
         (entry("inventory", COPY, field="p2p"), "PEER-ACCESS"),
-        (changed("p2p_3"), "STATE-CHANGED"),
-        (changed("nvlinks"), "NVLINK-DOWN"),
+        (entry("health", field="p2p_3", **CHANGED), "STATE-CHANGED"),
+        (entry("health", field="nvlinks", **CHANGED), "NVLINK-DOWN"),
         (entry("inventory", Subject("host", (0,)), field="count"), "GPU-COUNT"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -155,9 +152,8 @@ def test_a_policy_decides_on_the_verdict_of_a_run(command: Callable[..., str], t
     policy.write_text('[findings]\nMGPU-SRAM-THRESHOLD = "warn"\n')
     node = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick", "-k", "inventory or health", "--report=node.json")
     text = command(*node, "--plant=sram-threshold:device=1", "--policy=site.toml")
-    assert (
-        text.rstrip().splitlines()[-1].startswith("ACCEPTED on 2 SIMULATED cpu GPUs: 2 GPUs passed 2 checks; 1 warning")
-    )
+    last = text.rstrip().splitlines()[-1]
+    assert last.startswith("ACCEPTED on 2 SIMULATED cpu GPUs: 2 GPUs passed 2 checks; 1 warning")
     assert "  MGPU-SRAM-THRESHOLD: GPU 1: more uncorrectable errors in SRAM" in text
     assert "  policy: MGPU-SRAM-THRESHOLD = warn" in text and "--policy=site.toml" in text.partition("repeat: ")[2]
     (finding,) = json.loads((tmp_path / "node.json").read_text())["findings"]
@@ -166,8 +162,7 @@ def test_a_policy_decides_on_the_verdict_of_a_run(command: Callable[..., str], t
 
 
 def test_many_warnings_are_eight_lines() -> None:
-    good: RunReport = run_reports.good()
     seen = [judged(entry("inventory", Subject("gpu", (n,)), field="persistence"), {}) for n in range(30)]
-    told = lines(replace(good, findings=tuple(listed(seen))))
+    told = lines(replace(run_reports.good(), findings=tuple(listed(seen))))
     assert told[0].endswith("8 checks; 30 warnings")
     assert sum("MGPU-PERSISTENCE-MODE" in line for line in told) == 7 and "  … and 23 more" in told

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from mgpu_check.acceptance.report.progress import Live
 from mgpu_check.devices.observations import Observation, Subject
 
@@ -17,6 +19,7 @@ TESTS = {
     "test_links.py::test_copies[1]": "links",
     "test_soak.py::test_soak": "soak",
 }
+NAMES = list(TESTS)
 
 
 class Terminal:
@@ -67,28 +70,24 @@ def seen(outcome: Any, gpu: int = 0) -> Observation:
 
 def test_progress_time_left_and_the_verdict_so_far():
     run = Run(isatty=True, known={"soak": 100.0})
-    names = list(TESTS)
-    run.live.pytest_runtest_logstart(names[0])
+    run.live.pytest_runtest_logstart(NAMES[0])
     assert run.last == "[0/4] 0 s; no failure in 0 looks: memory: test_patterns"  # the duration is not known yet
-    run.test(names[0], 20.0, seen("passed"), seen("passed"), seen("unknown"))
+    run.test(NAMES[0], 20.0, seen("passed"), seen("passed"), seen("unknown"))
     assert run.last == "[1/4] 20 s, 2 min 20 s left; no failure in 3 looks, 1 unknown: memory: test_patterns"
-    run.test(names[1], 4.0)
-    run.live.pytest_runtest_logstart(names[2])
+    run.test(NAMES[1], 4.0)
+    run.live.pytest_runtest_logstart(NAMES[2])
     assert run.last.startswith("[2/4] 24 s, 1 min 40 s left")  # as long as the one of its check: 4 s, and the soak
     run.now += 30
     run.live.heard([seen("failed", 3), seen("failed", 3)])
-    assert run.terminal.written[-2:] == [
-        ("red", "memory: GPU 3: wrong"),
-        ("live", run.last),
-    ]
+    assert run.terminal.written[-2:] == [("red", "memory: GPU 3: wrong"), ("live", run.last)]
     assert run.last.endswith("; REJECTED so far, 2 failures, 1 unknown: links: test_copies[1]")
-    run.live.pytest_runtest_logfinish(names[2])
-    run.live.pytest_runtest_logstart(names[3])
+    run.live.pytest_runtest_logfinish(NAMES[2])
+    run.live.pytest_runtest_logstart(NAMES[3])
     run.now += 60
     assert run.live.left() == 40.0
     run.now += 60
     assert run.live.left() == 0.0
-    run.live.pytest_runtest_logfinish(names[3])
+    run.live.pytest_runtest_logfinish(NAMES[3])
     run.live.phase("second looks")
     assert run.last.startswith("[4/4] ") and run.last.endswith(": second looks")
     assert " left;" not in run.last  # their duration is not known
@@ -99,7 +98,7 @@ def test_progress_time_left_and_the_verdict_so_far():
 
 def test_a_terminal_is_not_written_to_more_than_ten_times_a_second_nor_beyond_its_width():
     run = Run(isatty=True, width=30)
-    run.live.pytest_runtest_logstart(next(iter(TESTS)))
+    run.live.pytest_runtest_logstart(NAMES[0])
     before = len(run.terminal.written)
     for _ in range(100):
         run.now += 0.0101
@@ -110,10 +109,9 @@ def test_a_terminal_is_not_written_to_more_than_ten_times_a_second_nor_beyond_it
 
 def test_a_log_has_a_line_for_each_check_and_one_a_minute():
     run = Run(isatty=False)
-    names = list(TESTS)
-    run.test(names[0], 5.0, seen("passed"), seen("skipped"))
+    run.test(NAMES[0], 5.0, seen("passed"), seen("skipped"))
     assert run.stayed == ["memory       1 passed, 1 skipped, 5 s"]
-    run.live.pytest_runtest_logstart(names[1])
+    run.live.pytest_runtest_logstart(NAMES[1])
     for _ in range(150):
         run.now += 1.0
         run.live.tick()
@@ -142,9 +140,9 @@ def test_the_time_left_is_not_guessed_from_one_test_of_many():
 
 def test_without_a_terminal_nothing_is_written(capsys):
     live = Live(None, TESTS)
-    live.pytest_runtest_logstart(next(iter(TESTS)))
+    live.pytest_runtest_logstart(NAMES[0])
     live.heard([seen("failed")])
-    live.pytest_runtest_logfinish(next(iter(TESTS)))
+    live.pytest_runtest_logfinish(NAMES[0])
     live.end()
     assert capsys.readouterr() == ("", "")
 
@@ -152,18 +150,17 @@ def test_without_a_terminal_nothing_is_written(capsys):
 def test_pytest_prints_no_letters_for_its_tests_and_those_of_others_as_ever():
     live = Live(None, TESTS)
 
-    def status(nodeid: str, when: str, outcome: str) -> object:
-        report: Any = SimpleNamespace(
-            nodeid=nodeid, when=when, outcome=outcome, failed=outcome == "failed", skipped=outcome == "skipped"
-        )
-        return live.pytest_report_teststatus(report)
-
-    name = next(iter(TESTS))
-    assert status(name, "call", "failed") == ("failed", "", "failed")
-    assert status(name, "call", "passed") == ("passed", "", "passed")
-    assert status(name, "setup", "passed") == status(name, "teardown", "passed") == ("", "", "")
-    assert status(name, "setup", "skipped") == ("skipped", "", "skipped")
-    assert status(name, "setup", "failed") is None and status("other.py::test", "call", "passed") is None
+    for name, when, outcome, status in (
+        (NAMES[0], "call", "failed", ("failed", "", "failed")),
+        (NAMES[0], "call", "passed", ("passed", "", "passed")),
+        (NAMES[0], "setup", "passed", ("", "", "")),
+        (NAMES[0], "teardown", "passed", ("", "", "")),
+        (NAMES[0], "setup", "skipped", ("skipped", "", "skipped")),
+        (NAMES[0], "setup", "failed", None),
+        ("other.py::test", "call", "passed", None),
+    ):
+        report = pytest.TestReport(name, ("", None, ""), {}, outcome, None, when)  # type: ignore[arg-type]
+        assert live.pytest_report_teststatus(report) == status
 
 
 def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(tmp_path: Path) -> None:
@@ -181,12 +178,12 @@ def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(t
     assert "of the run\n" in before and "of the run\n" not in captured and "of the test\n" in captured
 
 
-def test_a_phase_with_a_limit_shows_the_time_that_is_left_at_most() -> None:
-    for isatty in (True, False):
-        run = Run(isatty)
-        run.live.phase("second looks at failures", 60.0)
-        run.now += 17.0
-        assert run.live.text() == "[0/4] 17 s, at most 43 s left; no failure in 0 looks: second looks at failures"
-        run.now += 50.0
-        assert "at most 0" in run.live.text()
-        assert bool(run.stayed) is not isatty  # a log has a line at the start
+@pytest.mark.parametrize("isatty", [True, False])
+def test_a_phase_with_a_limit_shows_the_time_that_is_left_at_most(isatty: bool) -> None:
+    run = Run(isatty)
+    run.live.phase("second looks at failures", 60.0)
+    run.now += 17.0
+    assert run.live.text() == "[0/4] 17 s, at most 43 s left; no failure in 0 looks: second looks at failures"
+    run.now += 50.0
+    assert "at most 0" in run.live.text()
+    assert bool(run.stayed) is not isatty  # a log has a line at the start

@@ -15,7 +15,7 @@ from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import Gpu, RepeatableCall, RunLog, Section
 from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS, Look, control, explain, found_about, look_again
-from mgpu_check.devices.observations import Observation, Part, Subject, Work
+from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
 
 Rule = Callable[[tuple[int, ...], Mapping[str, str]], bool | int]
@@ -50,14 +50,15 @@ class Pool:
         said = self.wrong(tuple(devices), environment or {}) if len(self.calls) % self.every == 0 else False
         suspects = () if isinstance(said, bool) else (said,)
         wrong = said is not False
-        seen = Observation(
-            "collectives",
-            Subject("group", ranks),
-            "failed" if wrong else "passed",
-            work=Work(operations=1),
-            suspects=suspects if wrong else (),
-        )
+        outcome: Outcome = "failed" if wrong else "passed"
+        group = Subject("group", ranks)
+        seen = Observation("collectives", group, outcome, work=Work(operations=1), suspects=suspects if wrong else ())
         return [[seen]] + [[] for _ in ranks[1:]]
+
+
+def node_of(pool: Pool, count: int, level: str = "quick") -> Node:
+    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(count)]
+    return Node(pool, pool.log, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
 
 
 def collective() -> None:
@@ -67,16 +68,12 @@ def collective() -> None:
 def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tuple[set[Part], Any, Pool]:
     """The parts that are accused after a first and a second look, the second look, and the pool."""
     pool = Pool(wrong, every)
-    log = pool.log
-    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(count)]
-    node = Node(pool, log, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
+    node = node_of(pool, count, level)
     for _ in range(every):
         node.on_ranks("collectives", collective, environment={"OWN": "1"})
-    looks = list(look_again(node, log))
-    numbers = [
-        n for n, entry in enumerate(log.observations()) if entry.outcome == "failed" and looks and looks[0].follows_rank
-    ]
-    return set(explain(list(log.observations()), (0,) * count, numbers).parts), looks, pool
+    looks, seen = list(look_again(node, pool.log)), list(pool.log.observations())
+    failed = [n for n, entry in enumerate(seen) if entry.outcome == "failed" and looks and looks[0].follows_rank]
+    return set(explain(seen, (0,) * count, failed).parts), looks, pool
 
 
 @given(count=st.integers(3, 8), data=st.data())
@@ -107,15 +104,15 @@ def test_a_fault_that_follows_the_device_is_hardware(count: int, data: st.DataOb
     assert not look.follows_rank
 
 
-@pytest.mark.parametrize("count", [3, 4, 8])
-def test_a_fault_that_follows_the_rank_is_software(count: int) -> None:
-    parts, (look,), _ = looked(count, lambda gpus, _: 0)
-    assert parts == {Part("host", (0,))}
-    assert look.follows_rank
-
-
-def test_a_fault_of_the_rank_in_the_middle_is_software() -> None:
-    parts, (look,), _ = looked(3, lambda gpus, _: 1 if len(gpus) == 3 else False)
+@pytest.mark.parametrize(
+    ("count", "wrong"),
+    [
+        *((count, lambda gpus, _: 0) for count in (3, 4, 8)),
+        (3, lambda gpus, _: 1 if len(gpus) == 3 else False),  # of the rank in the middle
+    ],
+)
+def test_a_fault_that_follows_the_rank_is_software(count: int, wrong: Rule) -> None:
+    parts, (look,), _ = looked(count, wrong)
     assert parts == {Part("host", (0,))}
     assert look.follows_rank
 
@@ -219,25 +216,17 @@ def test_what_fails_now_and_then_is_repeated() -> None:
 
 
 def test_what_does_not_come_again_is_said() -> None:
-    first = []
-
-    def once(gpus: tuple[int, ...], _: Mapping[str, str]) -> bool:
-        first.append(gpus)
-        return len(first) == 1
-
-    parts, (look,), _ = looked(4, once)
+    calls = itertools.count()
+    parts, (look,), _ = looked(4, lambda gpus, _: next(calls) == 0)
     assert look.seen == ("did not fail again in 4 repeats on the same GPUs",)
     assert not parts  # it failed, and the report says so; the part is unknown
 
 
 def test_second_looks_end_when_their_time_is_over_and_conclude_nothing() -> None:
-    pool, log = Pool(lambda gpus, _: {0, 2} <= set(gpus)), RunLog()
-    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(4)]
-    node = Node(pool, log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+    pool = Pool(lambda gpus, _: {0, 2} <= set(gpus))
+    node, log = node_of(pool, 4), pool.log
     node.on_ranks("collectives", collective)
-    passed = iter(
-        itertools.count(0.0, LOCALISATION_SECONDS["quick"] / 2)
-    )  # each look at the clock takes half of the time
+    passed = itertools.count(0.0, LOCALISATION_SECONDS["quick"] / 2)  # each look at the clock takes half of the time
     (look,) = look_again(node, log, clock=lambda: next(passed))
     assert look.seen == ("a second look did not end: the time for all of them, 60 s, was over",)
     assert not look.follows_rank and look.group == (0, 1, 2, 3)
@@ -248,8 +237,7 @@ def test_second_looks_end_when_their_time_is_over_and_conclude_nothing() -> None
 def controlled(wrong: Rule, every: int = 1) -> tuple[Look, Pool]:
     """Return the look of a control of a call that has failed, and the pool."""
     pool = Pool(wrong, every)
-    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(2)]
-    node = Node(pool, pool.log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+    node = node_of(pool, 2)
     looks: list[Look] = []
     node.on_failed = lambda call, failed: looks.append(control(node, call))
     for _ in range(every):
@@ -292,10 +280,9 @@ def test_hardware_stays_accused(wrong: Rule, every: int, calls: int) -> None:
 )
 def test_a_run_accuses_only_what_fails_in_fresh_processes(wrong: Rule, parts: set[Part]) -> None:
     pool = Pool(wrong)
-    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(3)]
     run = object.__new__(Run)
     run.log, run.looks, run._of_history, run._controlled = pool.log, [], set(), set()
-    run.node = Node(pool, pool.log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+    run.node = node_of(pool, 3)
     run.node.on_failed = run._control
     for case in range(6):
         run.node.on_ranks("collectives", collective, environment={"CASE": str(case)})

@@ -145,20 +145,23 @@ def after(root: Path, changes: Mapping[str, str | None]) -> dict[str, Component]
     return read_kernel(root, range(8))
 
 
+def findings(*facts: dict[str, Component]) -> list[str]:
+    """The findings in the facts of before and after a run."""
+    return [one.finding for one in (judged(one, {}) for one in examine_kernel(*facts)) if one.finding]
+
+
 def test_a_healthy_host(healthy):
     (passed,) = examine_kernel(healthy, healthy)
     assert passed.outcome == "passed" and passed.work.operations > 200
-    assert passed.evidence == {
-        "components": {"infiniband": 4, "ethernet": 1, "memory": 2, "pci": 18, "host": 1},
-        "not known": {},
-    }
+    components = {"infiniband": 4, "ethernet": 1, "memory": 2, "pci": 18, "host": 1}
+    assert passed.evidence == {"components": components, "not known": {}}
     assert healthy["mlx5_1 port 1"].slots == ("0000:f0:21.0", "0000:41:00.0")
     assert healthy["0000:02:00.0"].values["gsp"] == "580.95.05" and healthy["0000:02:00.0"].values["near"] == 8
 
 
 @pytest.mark.parametrize("limit", _GROWTH_LIMITS, ids=lambda limit: limit.field)
 def test_a_counter_may_grow_to_its_limit(healthy, limit):
-    one = next(one for one in healthy.values() if one.kind == limit.kind and one.model not in limit.but)
+    one = next(one for one in healthy.values() if one.kind == limit.component_kind and one.model not in limit.but)
     assert isinstance(one.values[limit.field], int)
 
     def grown(first: int, last: int) -> list[Observation]:
@@ -204,21 +207,19 @@ def half(name: str) -> dict[str, str]:
 )  # fmt: skip
 def test_states_are_judged_after_the_run(tmp_path, changes, found):
     facts = after(tmp_path, changes)
-    seen = [judged(one, {}) for one in examine_kernel(facts, facts)]
-    assert [one.finding for one in seen if one.finding] == found, wrong(seen)
+    assert findings(facts, facts) == found
 
 
 @pytest.mark.parametrize(
-    ("changes", "seen"),
+    ("file", "content", "seen"),
     [
-        ({f"{PORT}/state": "1: DOWN"}, "mlx5_1 port 1: its link is down, and was up before the run"),
-        ({"sys/class/net/eth0/operstate": "down"}, "eth0: its link is down, and was up before the run"),
-        ({"sys/class/net/eth0/type": None}, "eth0: it is gone"),
+        (f"{PORT}/state", "1: DOWN", "mlx5_1 port 1: its link is down, and was up before the run"),
+        ("sys/class/net/eth0/operstate", "down", "eth0: its link is down, and was up before the run"),
+        ("sys/class/net/eth0/type", None, "eth0: it is gone"),
     ],
-    ids=range(3),
 )
-def test_a_link_that_goes_down_in_the_run(tmp_path, healthy, changes, seen):
-    entries = [judged(one, {}) for one in examine_kernel(healthy, after(tmp_path, changes))]
+def test_a_link_that_goes_down_in_the_run(tmp_path, healthy, file, content, seen):
+    entries = [judged(one, {}) for one in examine_kernel(healthy, after(tmp_path, {file: content}))]
     (found,) = [one for one in entries if one.finding == "MGPU-NIC-LINK"]
     assert found.seen == seen
 
@@ -244,7 +245,7 @@ def test_acs_is_read_from_the_capabilities_of_bridges(tmp_path):
     ):
         (bridge / "config").write_bytes(content)
         facts = read_kernel(tmp_path, range(8))
-        assert [one.finding for one in (judged(o, {}) for o in examine_kernel(facts, facts)) if one.finding] == found
+        assert findings(facts, facts) == found
 
 
 def test_what_is_not_there_is_counted(tmp_path, healthy):
@@ -291,12 +292,8 @@ node-a:71:93 [0] NCCL INFO Connected all rings
 
 
 def test_paths_are_read_from_the_log_of_nccl():
-    assert paths_in(LOG.splitlines()) == {
-        (0, 1): "P2P/CUMEM/read",
-        (1, 0): "SHM/direct/direct",
-        (1, 2): "NET/Socket/0",
-        (2, 3): "NET/IB/0/GDRDMA",
-    }
+    paths = {(0, 1): "P2P/CUMEM/read", (1, 0): "SHM/direct/direct", (1, 2): "NET/Socket/0", (2, 3): "NET/IB/0/GDRDMA"}
+    assert paths_in(LOG.splitlines()) == paths
     assert environment()["NCCL_DEBUG"] == "INFO" and "%p" in environment()["NCCL_DEBUG_FILE"]
 
 
@@ -306,19 +303,12 @@ def test_a_slower_path_than_there_is_rejects_the_host() -> None:
     gpus = [replace(gpu, facts=direct) for gpu in (*first, *second)]
     told: list[Any] = [paths_in(LOG.splitlines()), "NCCL's log names no path"]
     found = examine_paths(told, gpus, {0: "mlx5_0 port 1"})
+    use, there = "collectives use", "and direct access is there (read+write+nvlink+atomics)"
     assert [(str(one.subject), one.outcome, one.seen) for one in found] == [
         ("host 0", "skipped", "NCCL's log names no path"),
-        (
-            "host 0",
-            "failed",
-            "GPU 1 -> GPU 0: collectives use SHM/direct/direct, and direct access is there (read+write+nvlink+atomics)",
-        ),
-        ("host 0", "failed", "GPU 1 -> GPU 2: collectives use NET/Socket/0, and mlx5_0 port 1 is active"),
-        (
-            "host 1",
-            "failed",
-            "GPU 2 -> GPU 3: collectives use NET/IB/0/GDRDMA, and direct access is there (read+write+nvlink+atomics)",
-        ),
+        ("host 0", "failed", f"GPU 1 -> GPU 0: {use} SHM/direct/direct, {there}"),
+        ("host 0", "failed", f"GPU 1 -> GPU 2: {use} NET/Socket/0, and mlx5_0 port 1 is active"),
+        ("host 1", "failed", f"GPU 2 -> GPU 3: {use} NET/IB/0/GDRDMA, {there}"),
         ("host 0", "passed", ""),
     ]
     assert identify(found[1]).id == "MGPU-TRANSPORT"
@@ -332,13 +322,11 @@ def test_a_slower_path_than_there_is_rejects_the_host() -> None:
         ((0,), "standard", "one GPU has no path to another"),
         ((0, 1), "quick", "at quick, there is no time to start NCCL again"),
     ],
-    ids=["alone", "quick"],
 )
 def test_paths_that_were_not_tried_are_said(numbers, level, why):
     recorded: list[Observation] = []
-    node: Any = SimpleNamespace(
-        simulated=False, numbers=numbers, depth=level, hosts={0: [0], 1: [1]}, record=recorded.extend
-    )
+    node: Any = SimpleNamespace(simulated=False, numbers=numbers, depth=level, hosts={0: [0], 1: [1]})
+    node.record = recorded.extend
     test_machine.test_the_fabric_is_used(node)
     skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
     assert recorded == [skipped, skipped.on((), 1)]
@@ -374,12 +362,10 @@ def test_ranks_read_their_own_log_or_say_why_not(ranks, monkeypatch, tmp_path):
 
 def test_the_kernel_of_this_machine_is_judged_beside_its_own_facts_of_before() -> None:
     here = (socket.gethostname(), boot_id())
-    both: list[dict[tuple[str, str], dict[str, Component]]]
-    both = [{here: read_kernel(), ("other", ""): {}}, {("other", ""): {}}]
-    known, unknown = (
-        next(one for one in test_machine.look_at_kernel([], before, None) if one.outcome == "passed") for before in both
-    )
-    silent = [sum(one.evidence["not known"].values()) for one in (known, unknown)]
+    silent = []
+    for own in ({here: read_kernel()}, {}):
+        entries = test_machine.look_at_kernel([], {**own, ("other", ""): {}}, None)
+        silent.append(sum(next(one for one in entries if one.outcome == "passed").evidence["not known"].values()))
     assert silent[0] < silent[1] or not read_kernel().keys() - {"host"}
 
 

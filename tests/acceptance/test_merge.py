@@ -34,16 +34,10 @@ def node(name: str, report: RunReport, factor: float = 1.0) -> RunReport:
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     """Reports of four nodes: good, bad, good but slow, inconclusive."""
-    some = {
-        "a": node("n0", run_reports.good(4, 5.0)),
-        "b": node("n1", run_reports.bad()),
-        "c": node("n2", run_reports.good(4, 5.0), factor=0.7),
-        "d": node("n3", run_reports.good(4, 5.0)),
-        "e": node("n4", run_reports.inconclusive()),
-    }
-    for name, report in some.items():
-        write(tmp_path / f"{name}.json", report)
-    return [str(tmp_path / f"{name}.json") for name in some]
+    good, bad, open_ = run_reports.good(4, 5.0), run_reports.bad(), run_reports.inconclusive()
+    for number, report in enumerate((good, bad, good, good, open_)):
+        write(tmp_path / f"{number}.json", node(f"n{number}", report, factor=0.7 if number == 2 else 1.0))
+    return [str(tmp_path / f"{number}.json") for number in range(5)]
 
 
 def test_the_worst_verdict_counts_and_outliers_are_named(files, tmp_path, capsys):
@@ -78,6 +72,7 @@ def test_parts_subjects_and_evidence_keep_their_gpu():
     assert {whole.observations[number].check for number in whole.verdict.unexplained} == {"collectives"}
     assert whole.verdicts[0].kind == "ACCEPTED" and whole.verdicts[1].accusations == whole.verdict.accusations
     assert {sample.gpu for sample in whole.samples} == set(range(12))
+    assert {run.host for run in whole.checks} == {0, 1} and len(whole.checks) == 16
 
 
 def joined(*reports: RunReport) -> RunReport:
@@ -119,10 +114,8 @@ def test_a_gpu_that_moved_to_another_host_is_named():
     later = replace(new, started="2026-11-23T15:00:00+00:00")
     for order in ((old, later), (later, old)):
         moved = joined(*order)
-        assert {moved.hosts[n].name: one.kind for n, one in moved.verdicts.items()} == {
-            "n0": "INCONCLUSIVE",
-            "n1": "ACCEPTED",
-        }
+        kinds = {moved.hosts[n].name: one.kind for n, one in moved.verdicts.items()}
+        assert kinds == {"n0": "INCONCLUSIVE", "n1": "ACCEPTED"}
         (line,) = moved.verdict.unknown
         assert line == (
             "GPU 165302400001-n0 was in n0 (cuda:1, PCI 0000:2e:00.0), and is in n1 (cuda:0, PCI 0000:1b:00.0) since "
@@ -135,14 +128,13 @@ def test_a_gpu_that_moved_to_another_host_is_named():
 
 def test_names_have_hosts():
     both = run_reports.two_hosts()
-    assert [
-        summary.name_of(both, part) for part in (Part("link", (1, 5)), Part("link", (4, 6)), Part("host", (1,)))
-    ] == [
-        "link GPU 1 -> GPU 5 (cuda:1 of node-a -> cuda:1 of node-b)",
-        "link GPU 4 -> GPU 6 (cuda:0 -> cuda:2 of node-b)",
-        "host node-b",
-    ]
-    assert summary.name_of(both, Subject("group", (0, 4))) == "group of GPUs 0, 4 (of node-a, node-b)"
+    names: dict[Part | Subject, str] = {
+        Part("link", (1, 5)): "link GPU 1 -> GPU 5 (cuda:1 of node-a -> cuda:1 of node-b)",
+        Part("link", (4, 6)): "link GPU 4 -> GPU 6 (cuda:0 -> cuda:2 of node-b)",
+        Part("host", (1,)): "host node-b",
+        Subject("group", (0, 4)): "group of GPUs 0, 4 (of node-a, node-b)",
+    }
+    assert {part: summary.name_of(both, part) for part in names} == names
 
 
 def test_rivals_and_shared_evidence_keep_their_gpu():
@@ -156,12 +148,6 @@ def test_rivals_and_shared_evidence_keep_their_gpu():
     )
     (one,) = whole.verdict.accusations
     assert one.shared == one.observations[:1]
-
-
-def test_every_check_has_its_host():
-    first, second = node("n0", run_reports.good(4, 5.0)), node("n1", run_reports.bad())
-    whole = joined(first, second)
-    assert {run.host for run in whole.checks} == {0, 1} and len(whole.checks) == 16
 
 
 def test_hosts_of_one_name_are_told_apart(capsys, tmp_path):

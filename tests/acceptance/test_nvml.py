@@ -72,38 +72,15 @@ def test_a_healthy_gpu_is_read_in_its_units(machine: Machine) -> None:
     assert values["unrepairable_memory"] == "not supported by this driver"
     assert {values[name] for name in counters - unsupported} == {0}
     expected = {
-        "uuid": "GPU-00000000-AAAA",
-        "pci": "00000000:1B:00.0",
-        "name": "NVIDIA H100 80GB HBM3",
-        "memory": 85520809984,
-        "driver": "580.95.05",
-        "cuda": "13.0",
-        "ecc": "on",
-        "mig": "off",
-        "power_limit": 700.0,
-        "power": 123.456,
-        "sm_clock_max": 1980,
-        "sm_clock": 1755,
-        "nvlinks": 4,
-        "nvlinks_down": "",
-        "nvlink_speed": 26562,
-        "p2p_1": "read+write+nvlink+atomics",
-        "topology_1": "system",
-        "throttle": "",
-        "utilization": 97,
-        "recovery_action": "none",
-        "fabric": "completed",
-        "remap_pending": False,
-        "repair_pending": False,
-        "multi_gpu_board": False,
-        "temperature_slowdown": 89,
-        "memory_temperature_max": 95,
-        "temperature_margin": 48,
-        "power_limit_default": 700.0,
-        "banks_without_spares": 0,
-        "banks_low_on_spares": 0,
-        "nvlinks_up": 4,
-    }
+        "uuid": "GPU-00000000-AAAA", "pci": "00000000:1B:00.0", "name": "NVIDIA H100 80GB HBM3", "memory": 85520809984,
+        "driver": "580.95.05", "cuda": "13.0", "ecc": "on", "mig": "off", "multi_gpu_board": False,
+        "power_limit": 700.0, "power_limit_default": 700.0, "power": 123.456, "sm_clock_max": 1980, "sm_clock": 1755,
+        "nvlinks": 4, "nvlinks_up": 4, "nvlinks_down": "", "nvlink_speed": 26562,
+        "p2p_1": "read+write+nvlink+atomics", "topology_1": "system", "throttle": "", "utilization": 97,
+        "recovery_action": "none", "fabric": "completed", "remap_pending": False, "repair_pending": False,
+        "temperature_slowdown": 89, "memory_temperature_max": 95, "temperature_margin": 48,
+        "banks_without_spares": 0, "banks_low_on_spares": 0,
+    }  # fmt: skip
     assert {name: values[name] for name in expected} == expected
 
 
@@ -128,13 +105,10 @@ def test_a_healthy_gpu_is_read_in_its_units(machine: Machine) -> None:
         ({"fields": {f"163/{n}": {"error": 2} for n in range(4)}, "nvmlDeviceGetNvLinkErrorCounter(1,3)": 5}, "nvlink_crc", 5),
         # Blackwell counts recoveries elsewhere
         ({"fields": {"215": 2}}, "nvlink_recovery", 8),
-        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x1064}, "throttle", "power cap, thermal (software), thermal "
-                                                                         "(hardware), 0x1000"),
-        (
-            {"nvmlDeviceGetCurrentClocksEventReasons": {"error": 13}, "nvmlDeviceGetCurrentClocksThrottleReasons": 1},
-            "throttle",
-            "idle",
-        ),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x1064}, "throttle",
+         "power cap, thermal (software), thermal (hardware), 0x1000"),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": {"error": 13}, "nvmlDeviceGetCurrentClocksThrottleReasons": 1},
+         "throttle", "idle"),
         ({"nvmlDeviceGetP2PStatus(0)": 3, "nvmlDeviceGetP2PStatus": 3}, "p2p_1", "topology not supported"),
         ({"nvmlDeviceGetTotalEccErrors(1,0)": 4}, "ecc_uncorrected", 4),
         ({"nvmlDeviceGetTemperatureThreshold(1)": 87}, "temperature_slowdown", 87),
@@ -185,8 +159,7 @@ def answering(binding: Any, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("code", "raised"),
-    [(999, QueryError), (15, GpuLost), *((code, Unsupported) for code in (3, 4, 13, 22))],
+    ("code", "raised"), [(999, QueryError), (15, GpuLost), *((code, Unsupported) for code in (3, 4, 13, 22))]
 )
 def test_each_query_reports_errors_a_lost_gpu_and_what_is_not_supported(
     machine: Machine, binding: Any, code: int, raised: type[Exception]
@@ -286,31 +259,37 @@ def test_xids_are_events_of_their_gpu(machine: Machine, monkeypatch: pytest.Monk
         machine({"nvmlDeviceGetSupportedEventTypes": 0}).events(0.01)
 
 
-def test_an_initialization_that_hangs_is_a_trouble_of_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"init": {"hang": True}}))
-    monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with TelemetrySampler(list(UUIDS.items()), None, 1.0, deadline=0.1) as sampler:
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TelemetrySampler]:
+    """A process beside this one that asks the binding about such a machine."""
+
+    def watched(machine: dict[str, Any], every: float, **more: Any) -> TelemetrySampler:
+        monkeypatch.setenv("MGPU_TEST_NVML", json.dumps(machine))
+        monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
+        return TelemetrySampler(list(UUIDS.items())[: len(machine.get("gpus", UUIDS))], None, every, **more)
+
+    return watched
+
+
+def test_an_initialization_that_hangs_is_a_trouble_of_no_gpu(watched: Callable[..., TelemetrySampler]) -> None:
+    with watched({"init": {"hang": True}}, 1.0, deadline=0.1) as sampler:
         taken = sampler.snapshot()
         (trouble,) = sampler.troubles()
     assert (trouble.kind, trouble.gpu, trouble.field) == ("hang", None, "initialization")
     assert taken.absent == "the driver's library has not answered within 0.3 s" and set(taken.missing) == {0, 1}
 
 
-def test_where_no_xids_are_told_a_snapshot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": [{"nvmlDeviceGetSupportedEventTypes": 0}]}))
-    monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with TelemetrySampler([(0, UUIDS[0])], None, 1.0) as sampler:
+def test_where_no_xids_are_told_a_snapshot_says_so(watched: Callable[..., TelemetrySampler]) -> None:
+    with watched({"gpus": [{"nvmlDeviceGetSupportedEventTypes": 0}]}, 1.0) as sampler:
         while "xid" not in (taken := sampler.snapshot()).unknown[0]:
             pass
     assert taken.unknown[0]["xid"] == "no GPU reports Xids"
 
 
-def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_beside_a_run_asks_the_binding(watched: Callable[..., TelemetrySampler]) -> None:
     """Two GPUs; one has a query that hangs."""
     gpus = [{}, {"nvmlDeviceGetPowerUsage": {"hang": True}}]
-    monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": gpus, "events": [{"gpu": 0, "xid": 63}]}))
-    monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with TelemetrySampler(list(UUIDS.items()), None, 0.05, deadline=1.0) as sampler:
+    with watched({"gpus": gpus, "events": [{"gpu": 0, "xid": 63}]}, 0.05, deadline=1.0) as sampler:
         taken = sampler.snapshot()
         troubles = {(t.kind, t.gpu, t.field, t.code) for t in sampler.troubles()}
     assert taken.facts[0]["name"] == "NVIDIA H100 80GB HBM3"

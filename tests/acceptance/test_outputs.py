@@ -65,10 +65,8 @@ def test_samples_are_thinned_and_those_with_low_clocks_and_grown_counters_stay()
         assert len(some) <= 100 < len(every) and some[-1].values == every[-1].values
         names = [{name for name, _, _ in health_of(samples)} for samples in (some, every)]
         assert names[0] == names[1]
-    grown = [
-        [row for row in health_of([s for s in one.samples if s.gpu == 3]) if "sent again" in row[0]]
-        for one in (short, whole)
-    ]
+    rows = [health_of([sample for sample in one.samples if sample.gpu == 3]) for one in (short, whole)]
+    grown = [[row for row in some if "sent again" in row[0]] for some in rows]
     assert grown[0] == grown[1] != []
 
 
@@ -143,20 +141,12 @@ def test_the_short_report_is_as_the_schema_says(tmp_path: Path) -> None:
 
 def test_pages_show_findings_warnings_and_the_policy() -> None:
     bad = judged_report(run_reports.bad())
-    warned = judged(
-        Observation("inventory", Subject("gpu", (2,)), "failed", "mode is <off>", evidence={"field": "persistence"}), {}
-    )
-    first = replace(
-        bad.verdict.accusations[0], findings=("MGPU-COMPUTE-DATA",), severity="replace", action="replace-gpu"
-    )
-    report = replace(
-        bad,
-        verdict=replace(bad.verdict, accusations=(first, *bad.verdict.accusations[1:])),
-        findings=(*bad.findings, *listed([warned])),
-        policy={"MGPU-XID-PAST": "reject"},
-    )
-    html = page.render(report)
-    told = "MGPU-COMPUTE-DATA; severity replace, action replace-gpu"
-    assert told in html
+    off = Observation("inventory", Subject("gpu", (2,)), "failed", "mode is <off>", evidence={"field": "persistence"})
+    findings = (*bad.findings, *listed([judged(off, {})]))
+    first, *others = bad.verdict.accusations
+    first = replace(first, findings=("MGPU-COMPUTE-DATA",), severity="replace", action="replace-gpu")
+    verdict = replace(bad.verdict, accusations=(first, *others))
+    html = page.render(replace(bad, verdict=verdict, findings=findings, policy={"MGPU-XID-PAST": "reject"}))
+    assert "MGPU-COMPUTE-DATA; severity replace, action replace-gpu" in html
     assert "MGPU-PERSISTENCE-MODE: GPU 2: mode is &lt;off&gt;; do: " in html
     assert "policy: MGPU-XID-PAST = reject" in html

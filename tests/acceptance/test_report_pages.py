@@ -152,10 +152,9 @@ def test_more_gpus_than_one_matrix_holds():
     hosts = tuple(replace(first.hosts[0], number=n, name=f"n{n}") for n in range(5))
     gpus = tuple(gpu for n in range(5) for gpu in run_reports.gpus(8, host=n, first=8 * n))
     for one, other in ((0, 1), (0, 8), (1, 9), (9, 0), (32, 33)):
-        seen.append(Observation("links", Subject("copy", (one, other)), "passed"))
-        speeds.append(
-            Measurement("links", Subject("copy", (one, other)), "copy bandwidth", "B/s", 1e9 * (one + 2), 5, 64)
-        )
+        pair = Subject("copy", (one, other))
+        seen.append(Observation("links", pair, "passed"))
+        speeds.append(Measurement("links", pair, "copy bandwidth", "B/s", 1e9 * (one + 2), 5, 64))
     of_five = replace(
         first, hosts=hosts, gpus=gpus, observations=tuple(seen), measurements=tuple(speeds), samples=(),
         verdict=Verdict("ACCEPTED"), verdicts={},
@@ -174,15 +173,9 @@ def test_more_gpus_than_one_matrix_holds():
 
 def test_nothing_that_is_quoted_is_markup():
     wrong = Observation("memory", Subject("gpu", (0,)), "failed", HOSTILE, HOSTILE, evidence={HOSTILE: HOSTILE})
-    host = replace(report("one GPU").hosts[0], name="n<i>")
-    odd = replace(
-        report("one GPU"),
-        hosts=(host,),
-        gpus=(replace(report("one GPU").gpus[0], name=HOSTILE, uuid=HOSTILE),),
-        observations=(wrong,),
-        verdict=Verdict("REJECTED", unknown=(HOSTILE,), unexplained=(0,)),
-        command=HOSTILE,
-    )
+    whole, verdict = report("one GPU"), Verdict("REJECTED", unknown=(HOSTILE,), unexplained=(0,))
+    hosts, gpus = (replace(whole.hosts[0], name="n<i>"),), (replace(whole.gpus[0], name=HOSTILE, uuid=HOSTILE),)
+    odd = replace(whole, hosts=hosts, gpus=gpus, observations=(wrong,), verdict=verdict, command=HOSTILE)
     html = page.render(odd)
     assert "<script" not in html and "<i>" not in html and "&lt;script&gt;" in html
     lines(odd)
@@ -221,7 +214,4 @@ def test_of_what_was_measured_several_times_the_slowest_is_shown_and_of_several_
     ]
     assert "9.00" in found["Copy, 4 B, in us"] and "8.00" not in found["Copy, 4 B, in us"]
     rows = re.findall(r"<tr><td>(product|copy)</td><td>(.*?)</td><td class=\"number\">(.*?)</td><td>(.*?)</td>", html)
-    assert rows == [
-        ("copy", "1 pair", "1 MiB", "3 ms"),
-        ("product", "1 GPU", "size 32", "700 GFLOP/s"),
-    ]
+    assert rows == [("copy", "1 pair", "1 MiB", "3 ms"), ("product", "1 GPU", "size 32", "700 GFLOP/s")]

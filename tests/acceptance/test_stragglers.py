@@ -21,18 +21,7 @@ from mgpu_check.acceptance.run_report import RunLog
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Measurement, Part, Subject, median_and_spread
 from mgpu_check.settings import activate, resolve
-from tests.acceptance.speeds import (
-    KINDS,
-    NONE,
-    SIZE,
-    all_of,
-    failed,
-    gpus,
-    measurement,
-    node,
-    of_measurements,
-    report,
-)
+from tests.acceptance.speeds import KINDS, NONE, SIZE, all_of, failed, gpus, measurement, node, of_measurements, report
 
 # --- a second look ---
 
@@ -44,7 +33,7 @@ def test_a_slow_gpu_is_named_if_both_looks_show_it():
     for first, again in ((one, healthy), (healthy, one)):
         found = [judged(o, {}) for o in judge(first, gpus(4), floors=NONE, second_look=again)]
         assert not failed(found)
-        ((warned,), rest) = ([o for o in found if o.finding], [o for o in found if not o.finding])
+        (warned,), rest = [o for o in found if o.finding], [o for o in found if not o.finding]
         assert (warned.finding, warned.ruling) == ("MGPU-SPEED-ONCE", "warn") and "in one of two looks" in warned.seen
         assert {o.outcome for o in of_measurements(rest)} == {"passed"}
 
@@ -68,8 +57,7 @@ def test_a_slow_gpu_is_measured_again_in_the_reverse_order(slow_calls, finding):
     pool, log = Pool(slow_calls), RunLog()
     activate(resolve({}, {}, {}))
     try:
-        any_pool: Any = pool
-        one = Node(any_pool, log, gpus(3), Plan("quick", 0.9, None, None))
+        one = Node(pool, log, gpus(3), Plan("quick", 0.9, None, None))  # type: ignore[arg-type]
         one.on_ranks("compute", amount)
         check(one)
     finally:

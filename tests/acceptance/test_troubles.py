@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Sequence
@@ -43,15 +44,31 @@ ONE = Subject("gpu", (5,))
 ALL = Subject("group", GPUS)
 
 
+KILLED, LATE, CRASHED = (Died("signal 9", ""), None), (Interrupted(20.0, ""), 20.0), (Died("signal 6", ""), None)
+OF_COMMUNICATION = (raised("torch.distributed.DistBackendError"), None)
+OF_A_DEVICE, OF_THE_CHECK = (raised("torch.AcceleratorError"), None), (raised("ZeroDivisionError"), None)
+
+
 @pytest.mark.parametrize(
-    ("ending", "deadline"),
-    [(Died("signal 9", ""), None), (Interrupted(20.0, ""), 20.0), (raised("torch.AcceleratorError"), None)],
+    ("checks", "endings", "outcome", "subject"),
+    [
+        # A GPU that fails by itself is lost.
+        ("memory performance", (KILLED, LATE, OF_A_DEVICE), "failed", ONE),
+        # Who waits for others, or dies of what they sent, is not accused.
+        ("collectives training soak links", (CRASHED, LATE), "failed", ALL),
+        ("training", (OF_COMMUNICATION,), "failed", ALL),
+        ("training", (OF_A_DEVICE,), "failed", ONE),
+        ("memory", (OF_THE_CHECK,), "unknown", ONE),
+    ],
+    ids=["alone", "in a group", "communication", "device", "check"],
 )
-@pytest.mark.parametrize("check", ["memory", "performance"])
-def test_a_gpu_that_fails_by_itself_is_lost(ending: Any, deadline: float | None, check: str) -> None:
-    trouble = failed({0: Finished(), 1: ending, 2: Finished()}, deadline, check)
-    assert seen(trouble) == [("failed", ONE)]
-    assert trouble.lost == {5}
+def test_the_end_of_a_rank_is_of_its_gpu_or_of_the_group(
+    checks: str, endings: Any, outcome: str, subject: Subject
+) -> None:
+    for check, (ending, deadline) in itertools.product(checks.split(), endings):
+        trouble = failed({0: Finished(), 1: ending, 2: Finished()}, deadline, check)
+        assert seen(trouble) == [(outcome, subject)], (check, ending)
+        assert trouble.lost == ({5} if (outcome, subject) == ("failed", ONE) else set())
 
 
 def test_a_call_that_ends_in_time_on_no_gpu_accuses_none() -> None:
@@ -71,25 +88,6 @@ def test_a_rank_that_was_ended_from_outside_accuses_nobody(number: signal.Signal
     assert seen(trouble) == [("unknown", ONE)]
     assert f"was ended from outside in examine it: signal {number.name}" in trouble.observations[0].seen
     assert not trouble.lost
-
-
-@pytest.mark.parametrize(("ending", "deadline"), [(Died("signal 6", ""), None), (Interrupted(20.0, ""), 20.0)])
-@pytest.mark.parametrize("check", ["collectives", "training", "soak", "links"])
-def test_who_waits_for_others_or_dies_of_what_they_sent_is_not_accused(
-    ending: Any, deadline: float | None, check: str
-) -> None:
-    trouble = failed({0: Finished(), 1: ending, 2: Finished()}, deadline, check)
-    assert seen(trouble) == [("failed", ALL)]
-    assert not trouble.lost
-
-
-def test_an_error_of_communication_is_of_the_group_and_one_of_a_device_is_not() -> None:
-    assert seen(failed({1: raised("torch.distributed.DistBackendError")}, check="training")) == [("failed", ALL)]
-    assert seen(failed({1: raised("torch.AcceleratorError")}, check="training")) == [("failed", ONE)]
-
-
-def test_an_error_of_the_check_leaves_its_gpu_unknown() -> None:
-    assert seen(failed({1: raised("ZeroDivisionError")})) == [("unknown", ONE)]
 
 
 def test_a_node_process_that_dies_says_nothing_of_one_gpu() -> None:
@@ -127,10 +125,8 @@ class LatePool:
             self.limits.append(timeout)
         if len(devices) == 1 and devices[0] not in self.silent:
             return [[Observation("memory", Subject("gpu", (0,)), "passed")]]
-        hang = RankHang("late")
-        hang.account = Account(
-            dict.fromkeys(range(len(devices)), Interrupted(20.0, "")), Who(len(devices)), deadline=20.0
-        )
+        hang, late = RankHang("late"), dict.fromkeys(range(len(devices)), Interrupted(20.0, ""))
+        hang.account = Account(late, Who(len(devices)), deadline=20.0)
         raise hang
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +41,13 @@ def pool() -> Pool:
     return Pool()
 
 
-def watching(pool: Any, *overrides: Override) -> Watch:
-    return Watch(GPUS, pool, SimulatedTelemetry(overrides=overrides), 0.02, time.monotonic())
+@contextlib.contextmanager
+def watching(pool: Any, *overrides: Override) -> Iterator[Watch]:
+    of = Watch(GPUS, pool, SimulatedTelemetry(overrides=overrides), 0.02, time.monotonic())
+    try:
+        yield of
+    finally:
+        of.close()
 
 
 def later(of: Watch) -> None:
@@ -54,8 +61,7 @@ def test_gpus_of_another_host_are_asked_in_calls(pool: Pool, monkeypatch: pytest
     """Counters continue to grow from one call to the next; an Xid is reported once."""
     monkeypatch.setattr(telemetry, "_EVERY", 0.0)
     told = Override(2, "xid", 48), Override(3, "pcie_replays", 0, grows=50), Override(1, "nvlink_replay", 0, grows=1)
-    of = watching(pool, *told)
-    try:
+    with watching(pool, *told) as of:
         taken = [of.snapshot()]
         later(of)
         taken.append(of.snapshot(full=False))
@@ -65,8 +71,6 @@ def test_gpus_of_another_host_are_asked_in_calls(pool: Pool, monkeypatch: pytest
         while len({sample.gpu for sample in of.samples()}) < len(GPUS) or not of.troubles():
             of.snapshot(full=False)
         taken.append(of.snapshot())
-    finally:
-        of.close()
     assert [[bool(one.facts[gpu.number]) for gpu in GPUS] for one in taken] == [[True] * 4, [False] * 4, [True] * 4]
     assert [sorted(one.counters) for one in taken] == [[0, 1, 2, 3]] * 3
     assert of.hosts == {0: [0, 1], 1: [2, 3]}
@@ -85,22 +89,15 @@ def on_ranks(check: str, fn: Any, seconds: float, guests: Any) -> list[Any]:
 
 
 def test_another_host_is_not_asked_after_each_test(pool: Pool) -> None:
-    of = watching(pool)
-    try:
-        first = of.snapshot()
-        second = of.snapshot(full=False)
-    finally:
-        of.close()
+    with watching(pool) as of:
+        first, second = of.snapshot(), of.snapshot(full=False)
     assert pool.calls == 1
     assert set(first.counters) == {0, 1, 2, 3} and set(second.counters) == {0, 1}
 
 
 def test_a_host_that_cannot_be_asked_is_unknown(pool: Pool) -> None:
     pool.broken = True
-    of = watching(pool)
-    try:
+    with watching(pool) as of:
         taken = of.snapshot()
-    finally:
-        of.close()
     assert set(taken.facts) == {0, 1}
     assert taken.missing == dict.fromkeys((2, 3), "telemetry could not be read: rank 0 failed")

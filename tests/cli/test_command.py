@@ -11,11 +11,11 @@ import pytest
 
 from mgpu_check.cli import accept, selftest, suite
 from mgpu_check.cli.selftest import ALONE, CAUGHT, PASSED, PropertyMatrix, Selftest
+from mgpu_check.oracles.strategies import examples
 from mgpu_check.plugin.report.terminal import Progress
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.plugin.stash import SESSION
 from mgpu_check.settings import activate, active, resolve
-from mgpu_check.suite.common import examples
 from mgpu_check.suite.common.faults.registry import all_faults
 from tests.plugin.conftest import wait_for
 
@@ -303,9 +303,9 @@ def test_selftest_of_all_pairs_wants_a_fault_that_each_check_catches_alone():
 
 @pytest.mark.parametrize(("level", "of_140", "of_5"), [("quick", 35, 5), ("standard", 140, 5), ("long", 1400, 50)])
 def test_a_level_says_how_many_examples_the_suite_draws(monkeypatch, level, of_140, of_5):
-    monkeypatch.setattr(examples, "active", lambda: resolve({"gpu_level": level}, {}, {}))
-    assert (examples.examples(140).max_examples, examples.examples(5).max_examples) == (of_140, of_5)
-    given = examples.examples(140, quick=3).max_examples, examples.examples(2, quick=3).max_examples
+    monkeypatch.setattr("mgpu_check.settings.active", lambda: resolve({"gpu_level": level}, {}, {}))
+    assert (examples(140).max_examples, examples(5).max_examples) == (of_140, of_5)
+    given = examples(140, quick=3).max_examples, examples(2, quick=3).max_examples
     assert given == ((3, 2) if level == "quick" else (of_140, of_140 // 70))
 
 

@@ -9,10 +9,10 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import pytest
 import torch
@@ -37,7 +37,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def script(name: str) -> str:
-    """The script of that name."""
     return (SCRIPTS / f"{name}.py").read_text()
 
 
@@ -69,16 +68,10 @@ def surroundings(tmp_path_factory, monkeypatch):
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
-class Begin(Protocol):
-    """Start ``python WORDS...``, which may start `processes` of a script, in the directory of the test."""
-
-    def __call__(self, words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], *, processes: int) -> Process: ...
-
-
-class Process(Protocol):
-    pid: int
-
-    def wait(self) -> int: ...
+Begin = Callable[..., Any]
+"""``begin(words, stdout, stderr, processes=N)``: start ``python WORDS...``, which may start N processes of a script."""
+Python = Callable[..., tuple[int, bytes, bytes]]
+"""``python(*words, processes=N)``: run it like `Begin`; exit code, and what it wrote to standard output and error."""
 
 
 @pytest.fixture
@@ -89,27 +82,13 @@ def begin(request, tmp_path, surroundings, template) -> Begin:
     """
     cold = request.config.getoption("cold") or request.node.get_closest_marker("cold") is not None
 
-    def begin(words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], *, processes: int) -> Process:
+    def begin(words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], *, processes: int) -> Any:
         if cold:
             return subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=stdout, stderr=stderr)
-        return template.popen(
-            words[2:],
-            os.environ,
-            stdout.fileno(),
-            stderr.fileno(),
-            program=words[:2],
-            standbys=processes,
-            imports=IMPORTED,
-            directory=tmp_path,
-        )
+        more = {"program": words[:2], "standbys": processes, "imports": IMPORTED, "directory": tmp_path}
+        return template.popen(words[2:], os.environ, stdout.fileno(), stderr.fileno(), **more)
 
     return begin
-
-
-class Python(Protocol):
-    """Run ``python WORDS...`` like `Begin`: exit code, and what it wrote to standard output and error."""
-
-    def __call__(self, *words: str, processes: int) -> tuple[int, bytes, bytes]: ...
 
 
 @pytest.fixture

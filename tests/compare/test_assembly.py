@@ -55,15 +55,19 @@ def part(rows, scale=1.0):
     return cut, WEIGHT[at], scale * GRADIENT[at], WEIGHT[at] - 0.1 * scale * GRADIENT[at]
 
 
+def ranks_of(*tensors, **options):
+    """A rank for each of these tensors."""
+    return [trace(rank, len(tensors), own, **options) for rank, own in enumerate(tensors)]
+
+
 def verdict(one, ranks):
     found = assembled(one, ranks)
-    aligned = Aligned(
-        one, found.ranks, 0, found.divided, found.reasons, found.placements, found.holders, partial=found.partial
-    )
+    aligned = Aligned(one, found.ranks, **found.placed())
     return verdict_of(aligned, Rounding(one, [one]), None)
 
 
-ONE = trace(0, 1, {"net.weight": trained(WEIGHT, GRADIENT)})
+RIGHT = {"net.weight": trained(WEIGHT, GRADIENT)}
+ONE = trace(0, 1, RIGHT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -81,18 +85,14 @@ def test_summaries_of_slices_add_up(shape, dtype):
 
 
 def test_slices_are_judged_as_a_whole():
-    right = [trace(rank, 2, {"shard": part(rows)}) for rank, rows in enumerate((range(4), range(4, 8)))]
-    found = verdict(ONE, right)
+    found = verdict(ONE, ranks_of({"shard": part(range(4))}, {"shard": part(range(4, 8))}))
     assert (found.kind, found.not_compared) == ("equal", {})
-    wrong = [right[0], trace(1, 2, {"shard": part(range(4, 8), 3.0)})]
-    found = verdict(ONE, wrong)
+    found = verdict(ONE, ranks_of({"shard": part(range(4))}, {"shard": part(range(4, 8), 3.0)}))
     assert (found.kind, found.parameter, found.tensor, found.ranks) == ("differs", "net.weight", "gradient", (1,))
 
 
 def test_ranks_that_hold_the_same_slice_must_agree():
-    scales = [1.0, 1.0, 1.0, 2.0]
-    ranks = [trace(r, 4, {"shard": part(range(r % 2, 8, 2), scales[r])}) for r in range(4)]
-    found = verdict(ONE, ranks)
+    found = verdict(ONE, ranks_of(*({"shard": part(range(r % 2, 8, 2), 1.0 + (r == 3))} for r in range(4))))
     assert (found.kind, found.ranks) == ("differs", (3,))
     assert "the ranks disagree" in found.report.headline or len(found.ranks) == 1
 
@@ -106,11 +106,10 @@ def test_ranks_that_hold_the_same_slice_must_agree():
 )
 def test_slices_that_do_not_cover_a_parameter_once(rows, words):
     bias = trained(torch.ones(8), torch.ones(8))
-    one = trace(0, 1, {"net.weight": trained(WEIGHT, GRADIENT), "net.bias": bias})
-    found = verdict(one, [trace(rank, 2, {"shard": part(some), "net.bias": bias}) for rank, some in enumerate(rows)])
-    assert found.kind == "undecided"
-    assert words in found.not_compared["net.weight"]
-    alone = verdict(ONE, [trace(rank, 2, {"shard": part(some)}) for rank, some in enumerate(rows)])
+    one = trace(0, 1, {**RIGHT, "net.bias": bias})
+    found = verdict(one, ranks_of(*({"shard": part(some), "net.bias": bias} for some in rows)))
+    assert found.kind == "undecided" and words in found.not_compared["net.weight"]
+    alone = verdict(ONE, ranks_of(*({"shard": part(some)} for some in rows)))
     assert alone.kind == "not comparable" and words in str(alone.report)
 
 
@@ -162,38 +161,33 @@ def test_zeros_of_either_sign_are_equal():
 
 
 def test_copies_without_names_and_gradients_are_not_placed():
-    one = trace(0, 1, {f"{n}.weight": trained(WEIGHT, GRADIENT) for n in range(2)})
-    ranks = [trace(0, 2, {"0.weight": trained(WEIGHT, GRADIENT)}), trace(1, 2, {"own": trained(WEIGHT, GRADIENT)})]
-    found = verdict(one, ranks)
+    one, copy = trace(0, 1, {f"{n}.weight": trained(WEIGHT, GRADIENT) for n in range(2)}), trained(WEIGHT, GRADIENT)
+    found = verdict(one, ranks_of({"0.weight": copy}, {"own": copy}))
     assert found.kind == "undecided" and set(found.not_compared) == {"1.weight", "own (rank 1)"}
 
 
 def test_slices_of_other_tensors_under_one_name_are_not_put_together():
-    def shard(rank, number):
+    def shard(rank):
         """Half of a layer that FSDP1 flattens, under the name that it has in its stage."""
         cut, value, gradient, after = part(range(4) if rank % 2 == 0 else range(4, 8))
-        return cut, value + number, gradient, after
+        return cut, value + rank // 2, gradient, after
 
-    ranks = [trace(rank, 4, {"net.weight": shard(rank, rank // 2)}) for rank in range(4)]
-    found = assembled(ONE, ranks)
+    found = assembled(ONE, ranks_of(*({"net.weight": shard(rank)} for rank in range(4))))
     assert found.reasons == {"net.weight": "ranks that hold the same slice of it start with different values"}
 
 
 def test_a_rank_that_begins_elsewhere_is_compared_by_name():
-    elsewhere = trace(1, 2, {"net.weight": trained(WEIGHT + 1, GRADIENT)})
-    found = verdict(ONE, [trace(0, 2, {"net.weight": trained(WEIGHT, GRADIENT)}), elsewhere])
+    found = verdict(ONE, ranks_of(RIGHT, {"net.weight": trained(WEIGHT + 1, GRADIENT)}))
     assert (found.kind, found.tensor, found.report.mistakes) == ("differs", "before", ("different-initialization",))
 
 
 def test_names_of_ranks_that_begin_elsewhere_may_have_the_prefix_of_a_wrapper():
     """Without it only constants would be compared, such as the scale of a norm, and their gradients would differ."""
     ones = torch.ones(8)
-    one = trace(0, 1, {"net.weight": trained(WEIGHT, GRADIENT), "net.scale": trained(ones, ones)})
-    own = {
-        "_forward_module.net.weight": trained(WEIGHT + 1, -GRADIENT),
-        "_forward_module.net.scale": trained(ones, -ones),
-    }
-    found = verdict(one, [trace(rank, 2, own) for rank in range(2)])
+    one = trace(0, 1, {**RIGHT, "net.scale": trained(ones, ones)})
+    own = {"net.weight": trained(WEIGHT + 1, -GRADIENT), "net.scale": trained(ones, -ones)}
+    own = {f"_forward_module.{name}": values for name, values in own.items()}
+    found = verdict(one, ranks_of(own, own))
     assert found.kind == "not comparable" and "start from other parameters than one device" in found.report.headline
 
 
@@ -218,8 +212,7 @@ def drawn(*seeds: int, names: Any = None) -> dict[str, Any]:
     ],
 )
 def test_stages_that_draw_their_own_layers_start_elsewhere(stages):
-    one = trace(0, 1, drawn(1, 2))
-    found = verdict(one, [trace(rank, len(stages), stage) for rank, stage in enumerate(stages)])
+    found = verdict(trace(0, 1, drawn(1, 2)), ranks_of(*stages))
     assert (found.kind, found.report.mistakes) == ("not comparable", ())
     assert "the ranks hold parts of the model, and start from other parameters" in found.report.headline
     assert found.report.remarks[0].startswith("do: build the whole model from one seed in every process")
@@ -235,13 +228,13 @@ def test_stages_that_draw_their_own_layers_start_elsewhere(stages):
     ],
 )
 def test_replicas_that_start_from_other_values_differ(one, ranks):
-    found = verdict(trace(0, 1, one), [trace(rank, 2, own) for rank, own in enumerate(ranks)])
+    found = verdict(trace(0, 1, one), ranks_of(*ranks))
     assert (found.kind, found.report.mistakes[0]) == ("differs", "different-initialization")
 
 
 def test_a_parameter_that_a_rank_never_uses_is_judged_by_the_others():
     unused = trace(1, 2, {"net.weight": (None, WEIGHT, None, WEIGHT)}, idle=["net.weight"])
-    right = trace(0, 2, {"net.weight": trained(WEIGHT, GRADIENT)})
+    right = trace(0, 2, RIGHT)
     assert verdict(ONE, [right, unused]).kind == "equal"
     used = dataclasses.replace(unused, steps=[dataclasses.replace(unused.steps[0], idle=frozenset())])
     assert verdict(ONE, [right, used]).kind == "differs"
@@ -256,11 +249,8 @@ def test_a_file_of_wholes_finds_slices():
         wholes = read_wholes(file.fileno()).parameters
     assert torch.equal(wholes.whole("1.weight"), net[1].weight)
     names, local = Names(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
-    for owner, key, value in (
-        *((local[0], "weight", net[0].weight[3:]), (local[0], "bias", net[0].bias[3:])),
-        *((local[1], "weight", net[1].weight[:, 3:]), (local[1], "bias", net[1].bias)),
-    ):
-        setattr(owner, key, nn.Parameter(value.detach().clone()))
+    local.load_state_dict({"0.weight": net[0].weight[3:], "0.bias": net[0].bias[3:]}
+                          | {"1.weight": net[1].weight[:, 3:], "1.bias": net[1].bias})  # fmt: skip
     names.called(local)
     parts = [some for (some,) in Placing(names, wholes).parts([(p, "") for p in local.parameters()])]
     assert [part.label for part in parts] == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -284,9 +274,7 @@ def test_neighbours_place_constants_only_where_they_have_the_values():
 
 
 def with_options(rank, world, **options):
-    tensors = {"net.weight": trained(WEIGHT, GRADIENT)}
-    if options.get("lr", 0.1) != 0.1:
-        tensors = {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - options["lr"] * GRADIENT)}
+    tensors = {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - options.get("lr", 0.1) * GRADIENT)}
     return trace(rank, world, tensors, options={"net.weight": {"optimizer": "SGD", "lr": 0.1, **options}})
 
 
@@ -297,20 +285,21 @@ def test_the_optimizer_is_named_where_gradients_are_right():
     assert "the learning rate of net.weight is 0.3 on ranks 0-1, and 0.1 on one device" in str(found.report)
     found = verdict(one, [with_options(rank, 2, weight_decay=0.5) for rank in range(2)])
     assert found.kind == "equal"
-    assert any(
-        "the weight decay of net.weight is 0.5 on ranks 0-1, and none on one device" in r for r in found.report.remarks
-    )
-    lost = [trace(r, 2, {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - 0.3 * GRADIENT.roll(1))}) for r in range(2)]
-    found = verdict(one, lost)
+    decay = "the weight decay of net.weight is 0.5 on ranks 0-1, and none on one device"
+    assert any(decay in remark for remark in found.report.remarks)
+    lost = {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - 0.3 * GRADIENT.roll(1))}
+    found = verdict(one, ranks_of(lost, lost))
     assert found.report.mistakes == ("optimizer-differs",) and "check its update rule" in str(found.report)
 
 
 def placed(local: nn.Module, wholes: Wholes, coordinates=None, **options):
+    """The parts of its parameters, by their names."""
     names = Names()
     names.called(local)
     placing = Placing(names, wholes, **options)
     placing.coordinates = coordinates or {}
-    return [some[0] for some in placing.parts([(p, "") for p in local.parameters()])]
+    parts = [some[0] for some in placing.parts([(p, "") for p in local.parameters()])]
+    return sorted(parts, key=lambda part: part.label)
 
 
 def cut_of(part):
@@ -330,15 +319,14 @@ class Scales(nn.Module):
 def test_constants_are_placed_along_the_axis_of_others():
     wholes = Wholes({"inner.weight": WEIGHT, "scale": torch.ones(6)})
     local = Scales(WEIGHT[4:], torch.ones(3))
-    (weight, scale) = sorted(placed(local, wholes, {"dp": (0, 2), "tp": (1, 2)}), key=lambda part: part.label)
+    weight, scale = placed(local, wholes, {"dp": (0, 2), "tp": (1, 2)})
     assert (cut_of(weight), cut_of(scale)) == ("dim 0: 4 to 7 of 8", "dim 0: 3 to 5 of 6")
     assert scale.same_elsewhere and not weight.same_elsewhere  # other values may tell otherwise
     for coordinates in ({"dp": (0, 2)}, {}, {"tp": (1, 4)}):
-        (_, scale) = sorted(placed(local, wholes, coordinates), key=lambda part: part.label)
+        _, scale = placed(local, wholes, coordinates)
         assert scale.cut is None and scale.unplaced and scale.same_elsewhere
-    interleaved = Scales(WEIGHT[1::2], torch.ones(3))
-    (_, scale) = sorted(placed(interleaved, wholes, {"tp": (1, 2)}), key=lambda part: part.label)
-    assert scale.cut is None
+    _, interleaved = placed(Scales(WEIGHT[1::2], torch.ones(3)), wholes, {"tp": (1, 2)})
+    assert interleaved.cut is None
 
 
 def test_constants_are_placed_as_another_run_has_found_them():
@@ -348,9 +336,7 @@ def test_constants_are_placed_as_another_run_has_found_them():
         known = read_placements(found.fileno())
     assert known["scale"][0].at.tolist() == [1, 3, 5]
     still = Wholes({**moved, "scale": torch.ones(6)})
-    (_, scale) = sorted(
-        placed(Scales(WEIGHT[1::2], torch.ones(3)), still, placements=known), key=lambda part: part.label
-    )
+    _, scale = placed(Scales(WEIGHT[1::2], torch.ones(3)), still, placements=known)
     assert cut_of(scale) == "dim 0: 1 and 3 and 5 of 6" and not scale.unplaced
 
 
@@ -359,9 +345,9 @@ def test_attributes_of_megatron_count_where_the_values_agree():
     local = Scales(torch.zeros(4, 5), WEIGHT[0])
     parameter: Any = local.inner.weight
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 2
-    (weight, _) = sorted(placed(local, wholes, {"tp": (1, 2)}), key=lambda part: part.label)
+    weight, _ = placed(local, wholes, {"tp": (1, 2)})
     assert cut_of(weight) == "dim 0: 2 to 3 and 6 to 7 of 8"
     with torch.no_grad():
         parameter += 1
-    (weight, _) = sorted(placed(local, wholes, {"tp": (1, 2)}), key=lambda part: part.label)
+    weight, _ = placed(local, wholes, {"tp": (1, 2)})
     assert weight.unplaced

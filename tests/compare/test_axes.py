@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mgpu_check.compare.in_script import script_calls
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
+from mgpu_check.diagnosis.report import Report
 from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, trace
 
 
@@ -38,9 +40,7 @@ def scaled(rank: int, scale: float, world: int = 4) -> Trace:
 
 def judged(ranks: list[Trace]) -> ComparisonVerdict:
     found = assembled(ONE, ranks)
-    aligned = Aligned(
-        ONE, found.ranks, 0, found.divided, found.reasons, found.placements, found.holders, parts=found.parts
-    )
+    aligned = Aligned(ONE, found.ranks, **found.placed())
     return verdict_of(aligned, Rounding(ONE, [ONE]), None)
 
 
@@ -113,18 +113,25 @@ SUM, BACKWARD = "all_reduce (sum, 2 ranks) at train.py:7", "backward at train.py
 NORM = float(GRADIENT.norm())
 
 
+SO, OTHERWISE = "leaves it so", f"{SUM} leaves the gradient of one device, and a later operation changes it"
+BETWEEN = f"{SUM} runs between {BACKWARD} and the step of the optimizer"  # as of a flat buffer
+
+
+def told_of(report: Report) -> str:
+    (finding,) = report.findings
+    assert finding.mistake == "world-size-factor"
+    return finding.evidence.partition(": the world size")[2].removeprefix("; ")
+
+
 @pytest.mark.parametrize(
     ("calls", "told"),
     [
-        ([(BACKWARD, 0.7), (SUM, 2)], f"{SUM} leaves it so"),
-        ([(BACKWARD, 2)], f"{BACKWARD} leaves it so"),  # a wrong loss, and hooks that reduce
-        ([(SUM, 2), (BACKWARD, 2)], f"{SUM} leaves it so"),  # a hook of the script
-        ([(BACKWARD, 2), (BACKWARD, 1), (SUM, 2)], f"{SUM} leaves it so"),
-        ([(BACKWARD, 0.7), (SUM, 1)], f"{SUM} leaves the gradient of one device, and a later operation changes it"),
-        (
-            [(BACKWARD, 0.7), (SUM, None)],
-            f"{SUM} runs between {BACKWARD} and the step of the optimizer",
-        ),  # a flat buffer
+        ([(BACKWARD, 0.7), (SUM, 2)], f"{SUM} {SO}"),
+        ([(BACKWARD, 2)], f"{BACKWARD} {SO}"),  # a wrong loss, and hooks that reduce
+        ([(SUM, 2), (BACKWARD, 2)], f"{SUM} {SO}"),  # a hook of the script
+        ([(BACKWARD, 2), (BACKWARD, 1), (SUM, 2)], f"{SUM} {SO}"),
+        ([(BACKWARD, 0.7), (SUM, 1)], OTHERWISE),
+        ([(BACKWARD, 0.7), (SUM, None)], BETWEEN),
         ([(BACKWARD, 0.7)], ""),
         ([], ""),
     ],
@@ -133,12 +140,10 @@ def test_the_call_is_named_that_leaves_a_factor(calls, told):
     ranks = [scaled(rank, 2, 2) for rank in range(2)]
     for made in ranks:
         made.steps[0].calls = [(name, {} if n is None else {"net.weight": n * NORM}) for name, n in calls]
-    (finding,) = judged(ranks).report.findings
-    assert finding.mistake == "world-size-factor"
-    assert finding.evidence.partition(": the world size")[2].removeprefix("; ") == told
+    assert told_of(judged(ranks).report) == told
 
 
-def sliced(rank: int, scale: float, norms: list[float | None]) -> Trace:
+def sliced(rank: int, scale: float, norms: Sequence[float | None]) -> Trace:
     """A rank with half of the rows, whose gradient has these norms after the calls, relative to that of one device."""
     rows = range(4 * rank, 4 * rank + 4)
     made = trace(rank, 2, {"shard": part(rows, scale)})
@@ -148,40 +153,28 @@ def sliced(rank: int, scale: float, norms: list[float | None]) -> Trace:
     return made
 
 
-def test_the_call_is_named_that_leaves_a_factor_in_all_slices():
-    cases: tuple[tuple[list[float | None], str], ...] = (
-        ([0.7, 2], f"{SUM} leaves it so"),
-        ([1, None], f"{SUM} runs between {BACKWARD} and the step of the optimizer"),
-        ([0.7, 1], f"{SUM} leaves the gradient of one device, and a later operation changes it"),
-        ([0.7, 0.6], ""),
-    )
-    for norms, told in cases:
-        report = judged([sliced(rank, 2, norms) for rank in range(2)]).report
-        (finding,) = report.findings
-        assert finding.evidence.partition(": the world size")[2].removeprefix("; ") == told
-        assert report.known == []
+@pytest.mark.parametrize(
+    ("norms", "told"), [((0.7, 2), f"{SUM} {SO}"), ((1, None), BETWEEN), ((0.7, 1), OTHERWISE), ((0.7, 0.6), "")]
+)
+def test_the_call_is_named_that_leaves_a_factor_in_all_slices(norms, told):
+    report = judged([sliced(rank, 2, norms) for rank in range(2)]).report
+    assert (told_of(report), report.known) == (told, [])
 
 
-def test_the_factor_of_one_slice_is_told_with_its_call():
-    told = (
-        "on rank 1 the slice of the gradient of net.weight is 3 times that of one device, and the other slices are "
-        "right"
-    )
-    for norms, where in (
-        ([0.7, 3], f"; {SUM} leaves it so"),
-        ([0.7, 1], f"; {SUM} leaves the gradient of one device, and a later operation changes it"),
-        ([0.7, 0.6], ""),
-    ):
-        report = judged([sliced(0, 1, [1, 1]), sliced(1, 3, norms)]).report
-        assert (report.mistakes, report.known) == ((), [told + where])
-        assert told in str(report)
-    assert judged([sliced(0, 2, [1, 2]), sliced(1, 3, [1, 3])]).report.known == []  # no slice is right
+@pytest.mark.parametrize(
+    ("norms", "where"), [((0.7, 3), f"; {SUM} {SO}"), ((0.7, 1), f"; {OTHERWISE}"), ((0.7, 0.6), "")]
+)
+def test_the_factor_of_one_slice_is_told_with_its_call(norms, where):
+    told = "on rank 1 the slice of the gradient of net.weight is 3 times that of one device, and the other slices are"
+    report = judged([sliced(0, 1, (1, 1)), sliced(1, 3, norms)]).report
+    assert (report.mistakes, report.known) == ((), [f"{told} right{where}"])
+    assert told in str(report)
 
 
-def test_a_slice_without_one_factor_has_no_line():
-    wrong = sliced(1, 1, [1, 1])
+def test_without_a_right_slice_or_one_factor_there_is_no_line():
+    assert judged([sliced(0, 2, (1, 2)), sliced(1, 3, (1, 3))]).report.known == []
     cut, value, gradient, _ = part(range(4, 8))
     other = trace(1, 2, {"shard": (cut, value, gradient.roll(1), value)})
-    other.steps[0].calls = wrong.steps[0].calls
-    found = judged([sliced(0, 1, [1, 1]), other])
+    other.steps[0].calls = sliced(1, 1, (1, 1)).steps[0].calls
+    found = judged([sliced(0, 1, (1, 1)), other])
     assert (found.kind, found.report.known) == ("differs", [])

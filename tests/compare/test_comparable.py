@@ -11,18 +11,20 @@ from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.comparability import FLOAT32, OTHER_START, standing
 from mgpu_check.compare.diagnosis import others_from_the_start
-from mgpu_check.compare.processes import Ended, ScriptRun
+from mgpu_check.compare.processes import ProcessResult, ScriptRun
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import verdict_of
 from tests.compare.training import (
     NAMES,
     Training,
+    case,
+    checks,
     having,
-    mistakes,
     module,
     one_part,
     other,
+    own,
     start,
     times,
     verdict,
@@ -35,16 +37,94 @@ def shard(made):
     made.parameters.update({name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()})
 
 
-def test_ranks_that_hold_parts_of_the_model_see_all_data_rightly():
-    assert verdict(having(whole_batch, change=shard)).kind == "equal"
+def samples_of(rows):
+    """A training that sees rows by rank and step."""
+    return own(samples=lambda of: lambda number: rows(of.rank, number))
 
 
-def test_ranks_that_share_the_work_out_within_the_model_see_all_data_rightly():
-    def change(training):
-        whole_batch(training)
-        training.loss = lambda number: 0.4 + 0.2 * training.rank
+def rename(made):
+    made.parameters.update({f"flat{i}": made.parameters.pop(name) for i, name in enumerate(NAMES)})
 
-    assert verdict(change).kind == "equal"
+
+def without_bias(made):
+    for part in (made.parameters, *(p for step in made.steps for p in (step.before, step.gradients, step.parameters))):
+        part.pop("net.bias", None)
+
+
+def of_sequences(training):
+    """The rows of sequences are time steps, of which each rank has another part of each."""
+    training.columns = training.samples
+    training.samples = lambda number: [1000 * (training.rank + training.world) + i for i in range(5)]
+
+
+def padded_otherwise(training):
+    samples = training.samples
+    training.samples = lambda number: [*samples(number)[:3], 1000 + training.rank]
+
+
+SKIPPED = [{"event": "skipped", "after": 0}]
+SHAPES = "its shape is [15] on ranks, and [6, 5] on one device"
+NOT_THERE = {"*.weight": "a buffer of its own", "head.*": "not there"}
+ONE_OF_8 = "the ranks together saw 8 samples; 1 of them are among the 8 samples of one device"
+LACKS = {"net.third (ranks 0-1)": "one device trains no parameter of its name and shape"}
+
+
+@checks(
+    parts_of_the_model=case(having(whole_batch, change=shard), "equal"),
+    work_that_is_shared_out_within_the_model=case(
+        having(whole_batch, own(loss=lambda of: lambda number: 0.4 + 0.2 * of.rank)), "equal"
+    ),
+    another_shape=case(
+        one_part, "undecided", headline="1 of 2 trained parameters were not compared", compared=3,
+        not_compared={"net.weight": SHAPES}, first=f"not compared: net.weight: {SHAPES}",
+    ),
+    other_names=case(
+        having(change=rename), "not comparable",
+        remark="one device trains net.weight, net.bias; rank 0 trains flat0, flat1",
+    ),
+    parameter_of_one_device=case(
+        having(change=without_bias), "undecided",
+        not_compared={"net.bias": "no rank trains a parameter of its name and shape"},
+    ),
+    parameter_of_ranks=case(having(change=with_a_third), "undecided", not_compared=LACKS),
+    unjudged=case(
+        one_part, "equal", unjudged={"*.weight": "a buffer of its own"}, headline="train the same 1 of 2 parameters",
+        first="not compared, accepted by --unjudged: net.weight: a buffer of its own",
+    ),
+    steps_that_a_scaler_skips=case(
+        having(other, events=SKIPPED), "not comparable",
+        headline="GradScaler skipped 0 steps on one device, and 1 on each rank",
+    ),
+    steps_that_a_rank_skips=case(
+        having(other, own(events=lambda of: SKIPPED * of.rank)), "differs", "decision-per-rank"
+    ),
+    batch_in_another_dimension=case(kind="equal", one=of_sequences, remarks=[]),
+    samples_that_came_again=case(
+        having(other, samples_of(lambda rank, number: [8 * number + i for i in (0, 1, 2 + rank, 5)])),
+        "not comparable", headline="5 of them are among the 8 samples of one device; 3 came a second time",
+        said="3 are on no rank",
+    ),
+    other_samples=case(
+        samples_of(lambda rank, number: [8 * number, *(1000 * (rank + 1) + i for i in range(3))]),
+        "not comparable", headline=ONE_OF_8, compared=3,
+    ),
+    sample_that_is_padded_otherwise=case(
+        padded_otherwise, "equal", remark="6 of the 8 samples of one device are also on the ranks"
+    ),
+    no_gradients=case(
+        times(0), "not comparable", one=times(0),
+        headline="the gradients of all parameters are zero in all 3 steps",
+    ),
+)  # fmt: skip
+def test_the_verdict_on(check):
+    check()
+
+
+def test_a_pattern_of_unjudged_that_matches_nothing():
+    assert (
+        verdict(one_part, unjudged=NOT_THERE).report.headline
+        == "undecided: --unjudged has 'head.*', which matches no parameter that was not compared"
+    )
 
 
 def a_stage(made):
@@ -56,11 +136,10 @@ def a_stage(made):
 
 def divided(change):
     """Return the verdict on ranks that hold parts of the model."""
-    single = Training()
+    made = Training().trace()
     ranks = [Training(rank, 4) for rank in range(4)]
     for training in ranks:
         change(training)
-    made = single.trace()
     return verdict_of(Aligned(made, [t.trace() for t in ranks], divided=True), Rounding(made, [made]), None)
 
 
@@ -82,97 +161,20 @@ def test_samples_of_a_divided_model(samples):
 
     assert divided(right).kind == "equal"
 
-    def wrong(training):
-        right(training)
-        times(3)(training)
-
-    assert divided(wrong).kind == "differs"
+    assert divided(having(right, times(3))).kind == "differs"
 
 
 def test_a_divided_model_that_is_given_more_samples_is_not_comparable():
-    def more(training):
-        other(training)
-        training.samples = lambda number: [16 * number + 8 * (training.rank // 2) + i for i in range(8)]
-
-    found = divided(more)
+    rows = samples_of(lambda rank, number: [16 * number + 8 * (rank // 2) + i for i in range(8)])
+    found = divided(having(other, rows))
     assert found.kind == "not comparable" and "the ranks together saw 16 samples" in found.report.headline
-
-
-def test_parameters_that_no_rank_holds_whole_are_not_called_equal():
-    found = verdict(one_part)
-    assert (found.kind, found.compared) == ("undecided", 3)
-    assert "1 of 2 trained parameters were not compared" in found.report.headline
-    assert found.not_compared == {"net.weight": "its shape is [15] on ranks, and [6, 5] on one device"}
-    assert found.report.remarks[0] == "not compared: net.weight: its shape is [15] on ranks, and [6, 5] on one device"
-
-    def rename(made):
-        made.parameters.update({f"flat{i}": made.parameters.pop(name) for i, name in enumerate(NAMES)})
-
-    found = verdict(having(change=rename))
-    assert found.kind == "not comparable"
-    assert "one device trains net.weight, net.bias; rank 0 trains flat0, flat1" in found.report.remarks[0]
-
-
-def test_a_parameter_that_one_side_alone_trains_is_not_called_equal():
-    def without_bias(made):
-        del made.parameters["net.bias"]
-        for step in made.steps:
-            for part in (step.before, step.gradients, step.parameters):
-                part.pop("net.bias", None)
-
-    found = verdict(having(change=without_bias))
-    assert found.kind == "undecided"
-    assert found.not_compared == {"net.bias": "no rank trains a parameter of its name and shape"}
-
-    found = verdict(having(change=with_a_third))
-    assert found.kind == "undecided"
-    assert found.not_compared == {"net.third (ranks 0-1)": "one device trains no parameter of its name and shape"}
-
-
-def test_what_need_not_be_compared_is_repeated():
-    found = verdict(one_part, unjudged={"*.weight": "a buffer of its own"})
-    assert found.kind == "equal" and "train the same 1 of 2 parameters" in found.report.headline
-    assert found.report.remarks[0] == "not compared, accepted by --unjudged: net.weight: a buffer of its own"
-    found = verdict(one_part, unjudged={"*.weight": "a buffer of its own", "head.*": "not there"})
-    assert (
-        found.report.headline == "undecided: --unjudged has 'head.*', which matches no parameter that was not compared"
-    )
-
-
-def test_steps_that_a_scaler_skips():
-    found = verdict(having(other, events=[{"event": "skipped", "after": 0}]))
-    assert (found.kind, found.report.mistakes) == ("not comparable", ())
-    assert "GradScaler skipped 0 steps on one device, and 1 on each rank" in found.report.headline
-
-    def on_one(training):
-        other(training)
-        training.events = [{"event": "skipped", "after": 0}] * training.rank
-
-    assert mistakes(on_one) == ("decision-per-rank",)
-
-
-def test_a_batch_in_another_dimension():
-    """The rows of sequences are time steps, of which each rank has another part of each."""
-
-    def batch(training):
-        training.columns = training.samples
-        training.samples = lambda number: [1000 * (training.rank + training.world) + i for i in range(5)]
-
-    found = verdict(one=batch)
-    assert (found.kind, found.report.remarks) == ("equal", [])
 
 
 @pytest.mark.parametrize(
     ("samples", "words"),
     [
-        (
-            lambda rank: range(rank * 8, rank * 8 + 8),
-            "16 samples; 8 of them are among the 8 samples of one device",
-        ),  # 8 for each rank
-        (
-            lambda rank: [rank, 90 + rank, 80 + rank, 70 + rank],
-            "8 samples; 2 of them are among the 8 samples of one device",
-        ),
+        (lambda rank: range(rank * 8, rank * 8 + 8), "16 samples; 8 of them are among the 8 samples"),
+        (lambda rank: [rank, 90 + rank, 80 + rank, 70 + rank], "8 samples; 2 of them are among the 8 samples"),
         (lambda rank: [rank, 2 + rank, 4 + rank, 90], None),  # most are shared: what follows has to tell
         (lambda rank: range(8), None),  # a difference
         (lambda rank: range(rank, 8, 2), None),
@@ -207,43 +209,6 @@ def test_another_start_and_other_samples_are_named_at_once():
     later = verdict(change)
     assert later.kind == "not comparable" and later.report.headline.count(" and step 1: the ranks together saw 8") == 1
     assert "start from other parameters than one device" in later.report.headline
-
-
-def test_samples_that_came_again_are_counted():
-    def change(training):
-        other(training)
-        training.samples = lambda number: [8 * number + i for i in (0, 1, 2 + training.rank, 5)]
-
-    found = verdict(change)
-    headline = found.report.headline
-    assert found.kind == "not comparable"
-    assert "5 of them are among the 8 samples of one device; 3 came a second time" in headline
-    assert "3 are on no rank" in headline
-
-
-def test_agreement_on_other_samples_is_none():
-    def change(training):
-        training.samples = lambda number: [8 * number, *(1000 * (training.rank + 1) + i for i in range(3))]
-
-    found = verdict(change)
-    assert (found.kind, found.compared) == ("not comparable", 3)
-    assert "the ranks together saw 8 samples; 1 of them are among the 8 samples of one device" in found.report.headline
-
-
-def test_a_sample_that_is_padded_otherwise_is_a_remark():
-    def change(training):
-        own = training.samples
-        training.samples = lambda number: [*own(number)[:3], 1000 + training.rank]
-
-    found = verdict(change)
-    assert found.kind == "equal"
-    assert any("6 of the 8 samples of one device are also on the ranks" in remark for remark in found.report.remarks)
-
-
-def test_agreement_without_gradients_is_none():
-    found = verdict(times(0), one=times(0))
-    assert found.kind == "not comparable"
-    assert "the gradients of all parameters are zero in all 3 steps" in found.report.headline
 
 
 def test_what_stands_in_the_way():
@@ -302,7 +267,7 @@ def test_several_devices_of_one_process():
 def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_remove():
     def todo(*files: str | None) -> str:
         trace = Trace(0, 1, events=[{"event": "load", "after": 0, "file": file} for file in files])
-        ended = Ended(0, 0, "finished", trace, "going on after epoch 2", "")
+        ended = ProcessResult(0, 0, "finished", trace, "going on after epoch 2", "")
         return "\n".join(reports.no_steps(ScriptRun("one device", [ended], 1.0, None), [ended]).remarks)
 
     advice = "do: the script has loaded /runs/last.pt: if it is a checkpoint of a finished training, remove it"

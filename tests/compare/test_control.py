@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.processes import Ended, ScriptRun
+from mgpu_check.compare.processes import ProcessResult, ScriptRun
 from mgpu_check.compare.verdict import FURTHER, measured, verdict_of
 from tests.compare.conftest import script
 from tests.compare.training import Training, gradients
@@ -29,7 +29,7 @@ def judged(ranks, *others):
     def further(seed):
         seeds.append(seed)
         run = others[min(len(seeds), len(others) - 1)].trace()
-        return ScriptRun("", [Ended(0, 0, "finished", run, "", "")], 0.0, None)
+        return ScriptRun("", [ProcessResult(0, 0, "finished", run, "", "")], 0.0, None)
 
     verdict = verdict_of(aligned, measured(aligned, [others[0].trace()], further), None)
     assert seeds == [*FURTHER][: len(seeds)]

@@ -13,13 +13,12 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.in_script.models import Names
 from mgpu_check.compare.in_script.parameters import Parameters, States, entries, flat_parts, statistic
 from mgpu_check.compare.in_script.placements import Placing, read_wholes, write_shape, write_tensor
-from mgpu_check.compare.in_script.summaries import Cut
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, Trace, Writer, read
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from mgpu_check.numerics.placement import Slice, indexed
 from tests.compare.conftest import script
-from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, summary, trace, trained, verdict
+from tests.compare.test_assembly import GRADIENT, ONE, RIGHT, WEIGHT, part, ranks_of, summary, trace, verdict
 from tests.compare.test_states import keeping
 
 WHOLE = (8, 5)
@@ -76,16 +75,9 @@ def rank_with(
     place = (gradient.shape, cut.part)
     of_rows = squares.mean(1)
     columns = of_columns(squares)
-    return keeping(
-        made,
-        of_rows=(of_rows, _found(statistic(of_rows, *place, (8,)))),
-        of_columns=(columns, _found(statistic(columns, *place, (5,)))),
-    )
-
-
-def _found(cut: Cut | None) -> Cut:
-    assert cut is not None
-    return cut
+    rows_at, columns_at = statistic(of_rows, *place, (8,)), statistic(columns, *place, (5,))
+    assert rows_at is not None and columns_at is not None
+    return keeping(made, of_rows=(of_rows, rows_at), of_columns=(columns, columns_at))
 
 
 def judged(
@@ -95,35 +87,29 @@ def judged(
     return verdict(one, [rank_with(r, rows, of_columns, rule) for r, rows in enumerate((range(3), range(3, 8)))])
 
 
+NO_MEAN = (
+    "each rank may keep a statistic of its own slice (dim 0: 0 to 2 of 8; dim 0: 3 to 7 of 8), and their mean is not "
+    "that of one device"
+)
+
+
 @pytest.mark.parametrize(
-    "of_columns",
+    ("of_columns", "kind"),
     [
-        pytest.param(lambda own: SQUARES.mean(0), id="reduced over the ranks"),
-        pytest.param(lambda own: own.mean(0), id="of each slice"),
+        pytest.param(lambda own: SQUARES.mean(0), "equal", id="reduced over the ranks"),
+        pytest.param(lambda own: own.mean(0), "equal", id="of each slice"),
+        pytest.param(lambda own: own.sum(0), "undecided", id="sums"),
+        pytest.param(lambda own: own.amax(0), "undecided", id="maxima"),
+        pytest.param(lambda own: 1.001 * SQUARES.mean(0), "differs", id="wrong"),
+        pytest.param(lambda own: own.mean(0) * (1 + 0.002 * (len(own) > 3)), "differs", id="wrong of a slice"),
     ],
 )
-def test_statistics_of_slices_are_judged_as_a_whole(of_columns):
+def test_statistics_of_slices_are_judged_as_a_whole(of_columns, kind):
     found = judged(of_columns)
-    assert (found.kind, found.not_compared) == ("equal", {})
-
-
-@pytest.mark.parametrize(
-    "of_columns", [pytest.param(lambda own: own.sum(0), id="sums"), pytest.param(lambda own: own.amax(0), id="maxima")]
-)
-def test_statistics_that_are_no_means_are_undecided(of_columns):
-    found = judged(of_columns)
-    assert found.kind == "undecided"
-    assert found.not_compared == {
-        "of_columns of net.weight": "each rank may keep a statistic of its own slice (dim 0: 0 to 2 of 8; dim 0: 3 to "
-        "7 of 8), and their mean is not that of one device"
-    }
-
-
-def test_a_wrong_statistic_differs():
-    found = judged(lambda own: 1.001 * SQUARES.mean(0))
-    assert (found.kind, found.parameter, found.tensor) == ("differs", "of_columns of net.weight", "state")
-    found = judged(lambda own: own.mean(0) * (1 + 0.002 * (len(own) > 3)))
-    assert (found.kind, found.parameter, found.tensor) == ("differs", "of_columns of net.weight", "state")
+    assert found.kind == kind
+    assert found.not_compared == ({"of_columns of net.weight": NO_MEAN} if kind == "undecided" else {})
+    if kind == "differs":
+        assert (found.parameter, found.tensor) == ("of_columns of net.weight", "state")
 
 
 def test_an_optimizer_that_is_another_one_on_slices():
@@ -195,59 +181,53 @@ def test_factored_states_are_recorded_with_their_places():
     assert (columns.shape, columns.held.told, columns.held.covers) == ((1, 5), "all", "dim 0: 0 to 2 of 8")
     assert made.states["step of weight"].shape == made.states["step of bias"].shape == ()
     assert made.states["variance of bias"].shape == (3,)
-    unknown = recorded(net, torch.optim.Adafactor(net.parameters()), kept, {})
-    assert (
-        unknown.states["row_var of weight"].unplaced == "its shape [3, 1] is not that of the slice that the rank trains"
-    )
+    unknown = recorded(net, torch.optim.Adafactor(net.parameters()), kept, {}).states["row_var of weight"]
+    assert unknown.unplaced == "its shape [3, 1] is not that of the slice that the rank trains"
 
 
 def test_a_state_that_is_no_tensor_is_undecided():
-    one, other = keeping(ONE), keeping(trace(0, 1, {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - 0.1 * GRADIENT)}))
+    one, other = keeping(ONE), keeping(trace(0, 1, RIGHT))
     event = {"event": "unread", "after": 0, "name": "own of net.weight", "of": "net.weight", "type": "Factors"}
     for here, there in (([event], [event]), ([event], []), ([], [event])):
         one.events[:], other.events[:] = here, there
         found = verdict(one, [other])
-        assert found.not_compared == {
-            "own of net.weight": "its type Factors is neither a number nor a tensor that compare can read"
-        }
+        reason = "its type Factors is neither a number nor a tensor that compare can read"
+        assert found.not_compared == {"own of net.weight": reason}
         assert found.report.headline == "undecided: 1 state of optimizers or buffer was not compared with one device"
     one.events[:] = other.events[:] = []
 
 
 def test_a_state_that_only_some_runs_on_one_device_have_is_undecided():
     """As a direction of LBFGS, whose number of iterations depends on rounding."""
-    ranks = [keeping(trace(r, 2, {"net.weight": trained(WEIGHT, GRADIENT)}), own=(GRADIENT, None)) for r in range(2)]
+    ranks = [keeping(made, own=(GRADIENT, None)) for made in ranks_of(RIGHT, RIGHT)]
     one = keeping(ONE, own=(GRADIENT, None))
     for others, missed in (([one], []), ([one, keeping(ONE)], ["own of net.weight"])):
         found = verdict_of(Aligned(one, ranks), Rounding(one, others), None)
         assert (found.kind, list(found.not_compared)) == ("undecided" if missed else "equal", missed)
     least = torch.full((), torch.inf)
     one = keeping(ONE, least=(least, None))
-    ranks = [keeping(trace(r, 2, {"net.weight": trained(WEIGHT, GRADIENT)}), least=(least, None)) for r in range(2)]
+    ranks = [keeping(made, least=(least, None)) for made in ranks_of(RIGHT, RIGHT)]
     assert verdict(one, ranks).kind == "equal"  # a least loss before the first one
 
 
+EQUAL = "equal: 3 steps on 2 ranks train the same 3 parameters"
+ONE_SLICE = (
+    "on rank 1 the slice of the gradient of up is 3 times that of one device, and the other slices are right; "
+    "backward at train.py:84 leaves the gradient of one device, and a later operation changes it"
+)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code", "told"),
     [
-        *(
-            pytest.param(kind, 0, "equal: 3 steps on 2 ranks train the same 3 parameters", marks=pytest.mark.slow)
-            for kind in ("at-use", "reduced")
-        ),
-        pytest.param("sums", 2, "and their mean is not that of one device", marks=pytest.mark.slow),
-        pytest.param("adafactor", 1, "from its own slice (dim", marks=pytest.mark.slow),
-        pytest.param(
-            "scaled",
-            1,
-            "on rank 1 the slice of the gradient of up is 3 times that of one device, and the other slices are right; "
-            "backward at train.py:84 leaves the gradient of one device, and a later operation changes it",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "lbfgs", 1, "change bias by different amounts, with different values of t of up", marks=pytest.mark.slow
-        ),
+        ("at-use", 0, EQUAL),
+        ("reduced", 0, EQUAL),
+        ("sums", 2, "and their mean is not that of one device"),
+        ("adafactor", 1, "from its own slice (dim"),
+        ("scaled", 1, ONE_SLICE),
+        ("lbfgs", 1, "change bias by different amounts, with different values of t of up"),
     ],
 )
 def test_a_script_with_such_an_optimizer(compare, kind, code, told):
-    outcome = compare(script("factored"), code=code, arguments=[kind], more=2)
-    assert told in outcome.text
+    assert told in compare(script("factored"), code=code, arguments=[kind], more=2).text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -87,12 +88,8 @@ def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
 def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand, changed):
     """The script reports through a pipe that a rank is at work, and waits for its end."""
     os.mkfifo(tmp_path / "at-work")
-    wait = (
-        "    if world > 1:\n        open('at-work', 'w').close()\n        dist.barrier(); import threading; "
-        "threading.Event().wait()\n"
-    )
-    script = changed(by_hand, (STEP, STEP + wait.replace("\\\n", "\n")))
-    tmp_path.joinpath("train.py").write_text(script)
+    wait = "open('at-work', 'w').close(); dist.barrier(); import threading; threading.Event().wait()"
+    tmp_path.joinpath("train.py").write_text(changed(by_hand, (STEP, f"{STEP}    if world > 1: {wait}\n")))
     with tempfile.TemporaryFile() as output:
         command = begin(START, output, output, processes=3)
         with open(tmp_path / "at-work"):
@@ -110,34 +107,51 @@ def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand,
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "no program given"),
-        (["--gpus=1", "--", "a.py"], "'1' is not a number of ranks"),
-        (["--gpus=two", "a.py"], "'two' is not a number of ranks"),
-        (["--simulate=tpu", "a.py"], "'tpu' is not a backing device"),
-        (["--steps=0", "a.py"], "'0' is not a number of steps"),
-        (["--timeout=never", "a.py"], "'never' is not a time"),
-        (["--unjudged=head", "a.py"], "'head' lacks a pattern or a reason; give PATTERN=reason"),
-        (["--html=/no/such/folder/o.html", "a.py"], "there is no directory /no/such/folder"),
-        (["--", "-m"], "-m needs the name of a module"),
-        (["nowhere.py"], "no such script: nowhere.py"),
-        (["--", "torchrun", "--nnodes=2"], "torchrun --nnodes=2 names no Python script: compare starts the ranks"),
-        (["--", "-m", "torch.distributed.run"], "torch.distributed.run names no Python script"),
-        (["--", "python3", "-u"], "no script given for python3: name one, or a module with -m"),
-        (
-            ["--", "sh", "train.sh"],
-            "sh is a program, but compare runs Python scripts only: give the script that it starts",
-        ),
-        (["--", "horovodrun", "-np", "2", "python", "a.py"], "in place of horovodrun: Horovod's ranks find each other"),
-        (["--", "srun", "-l", "env", "LR=1", "python", "a.py"], "set the variables before mgpu-check"),
-        (["--", "srun", "numactl", "--cpunodebind=0", "a.py"], "numactl before the script would have no effect"),
-        (["--", "mpirun", "-np", "2", "bash", "run.sh"], "a shell is no Python script"),
-        (["--", "python", "-m", "torch.distributed.launch", "a.py"], "add --use-env"),
-        (["--", "torchrun", "--log-dir", "env", "nowhere.py"], "no such script: nowhere.py"),
-        (["--verbose", "nowhere.py"], "--verbose"),
+        ("", "no program given"),
+        ("--gpus=1 a.py", "'1' is not a number of ranks to compare with one device"),
+        ("--gpus=two a.py", "'two' is not a number of ranks"),
+        ("--simulate=tpu a.py", "'tpu' is not a backing device"),
+        ("--steps=0 a.py", "'0' is not a number of steps"),
+        ("--timeout=never a.py", "'never' is not a time"),
+        ("--unjudged=head a.py", "'head' lacks a pattern or a reason; give PATTERN=reason"),
+        ("--html=/no/such/folder/o.html a.py", "there is no directory /no/such/folder"),
+        ("-- -m", "-m needs the name of a module"),
+        ("nowhere.py", "no such script: nowhere.py"),
+        ("-- torchrun --nnodes=2", "torchrun --nnodes=2 names no Python script: compare starts the ranks"),
+        ("-- -m torch.distributed.run", "torch.distributed.run names no Python script"),
+        ("-- python3 -u", "no script given for python3: name one, or a module with -m"),
+        ("-- sh train.sh", "sh is a program, but compare runs Python scripts only: give the script that it starts"),
+        ("-- horovodrun -np 2 python a.py", "in place of horovodrun: Horovod's ranks find each other"),
+        ("-- srun -l env LR=1 python a.py", "set the variables before mgpu-check"),
+        ("-- srun numactl --cpunodebind=0 a.py", "numactl before the script would have no effect"),
+        ("-- mpirun -np 2 bash run.sh", "a shell is no Python script"),
+        ("-- python -m torch.distributed.launch a.py", "add --use-env"),
+        ("-- torchrun --log-dir env nowhere.py", "no such script: nowhere.py"),
+        ("--verbose nowhere.py", "--verbose"),
+        ("--gpus=3 -- a.py --b={64/W}",
+         "{64/W} is not an integer for W = 3; choose a number of ranks that divides it, or write {64//W}"),
+        ("--gpus=3 -- a.py {W/0}", "{W/0} is not a valid expression for W = 1"),
+        ("--gpus=3 -- a.py '{W W}'", "{W W} is not a valid expression for W = 1"),
+        ("--gpus=3 -- a.py {W**2}", "{W**2} is not a valid expression for W = 1"),
+        ("--gpus=3 -- a.py {W(2)}", "{W(2)} is not a valid expression for W = 1"),
+        ("a.trace --json o.json", "1 traces given: a.trace; give two"),
+        ("a.trace b.trace --such", "unrecognized arguments: --such"),
+        ("a.trace", "1 traces given: a.trace; give two: compare A.trace B.trace"),
+        ("a.trace b.trace c.trace", "3 traces given"),
+        ("--golden=g a.trace b.trace", "two traces are compared without running a script; only"),
+        ("--golden=g --against=HEAD a.py", "--against and --golden say what to compare with"),
+        ("--a=--tp=2 a.py", "--a and --b are the arguments of two runs; give both"),
+        ("""--a="'" --b=1 a.py""", "--a=': No closing quotation; give the arguments as in a shell"),
+        ("--a={3/W} --b=1 a.py", "{3/W} is not an integer for W = 2"),
+        ("--update-golden a.py", "--update-golden writes the file of --golden; give --golden=FILE"),
+        ("--golden=g.trace a.py", "--golden=g.trace: there is no such file; write it with"),
+        ("--against=HEAD a.py", "is in no git repository; run this in the repository of the script"),
     ],
-)
-def test_wrong_usage(argv, words, capsys):
-    assert command(["compare", *argv]) == 4
+)  # fmt: skip
+def test_wrong_usage(argv, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("a.py").touch()
+    assert command(["compare", *shlex.split(argv)]) == 4
     assert words in capsys.readouterr().err
 
 
@@ -164,15 +178,8 @@ def test_a_page_without_the_extra_is_wrong_usage_before_anything_runs(monkeypatc
 def test_help_tells_the_exit_codes(capsys):
     assert command(["compare", "--help"]) == 0
     text = capsys.readouterr().out
-    for words in (
-        "--timeout=SECONDS",
-        "0 equal   1 differs",
-        "2 not comparable",
-        "undecided",
-        "3 internal error",
-        "4 wrong usage",
-    ):
-        assert words in text
+    codes = "0 equal   1 differs", "2 not comparable", "undecided", "3 internal error", "4 wrong usage"
+    assert [words for words in ("--timeout=SECONDS", *codes) if words not in text] == []
 
 
 def test_an_error_of_the_command_itself_is_no_difference(monkeypatch, tmp_path, capsys):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.__main__ import main
 from mgpu_check.compare import processes
 from mgpu_check.compare.processes import fitted, fresh_directory
 from tests.compare.conftest import script
@@ -76,25 +75,6 @@ def test_a_script_that_leaves_with_a_message(compare):
 )
 def test_arguments_by_world_size(word, world, value):
     assert fitted([word], world) == [value]
-
-
-@pytest.mark.parametrize(
-    ("word", "words"),
-    [
-        (
-            "--b={64/W}",
-            "{64/W} is not an integer for W = 3; choose a number of ranks that divides it, or write {64//W}",
-        ),
-        ("{W/0}", "{W/0} is not a valid expression for W = 1"),
-        ("{W W}", "{W W} is not a valid expression for W = 1"),
-        ("{W**2}", "{W**2} is not a valid expression for W = 1"),
-        ("{W(2)}", "{W(2)} is not a valid expression for W = 1"),
-    ],
-)
-def test_arguments_that_have_no_value_are_wrong_usage(word, words, tmp_path, capsys):
-    tmp_path.joinpath("train.py").touch()
-    assert main(["compare", "--gpus=3", "--", str(tmp_path / "train.py"), word]) == 4
-    assert words in capsys.readouterr().err
 
 
 def test_a_directory_of_its_own(tmp_path, monkeypatch):

@@ -35,12 +35,11 @@ def test_samples_decide_as_before(compare, words, code, said):
 def test_a_tensor_with_as_many_rows_everywhere_is_not_divided():
     mask, positions = [7], [1, 2, 3, 4, 5, 6]
     one, ranks = [[10, 11], [20, 21]], [[[10], [20]], [[11], [21]]]
-    assert divided_tensors([[mask, *one], *([mask, *rank] for rank in ranks)]) == [1, 2]
-    assert divided_tensors([[positions, *one], *([positions, *rank] for rank in ranks)]) == [1, 2]
+    for own in (mask, positions, []):
+        assert divided_tensors([[own, *one], *([own, *rank] for rank in ranks)]) == [1, 2]
     assert divided_tensors([[*one, mask], *([*rank, mask] for rank in ranks)]) == [0, 1]
     assert divided_tensors([[mask, *one], [mask, *one]]) == [1, 2]  # the whole batch on each rank
     assert divided_tensors([[mask, [10]], [mask, [10]]]) == [0, 1]
-    assert divided_tensors([[[], *one], *([[], *rank] for rank in ranks)]) == [1, 2]
     assert divided_tensors([one, ranks[0][:1]]) is None  # other calls have other tensors
     assert divided_tensors([[[]], [[]]]) is None
 
@@ -62,12 +61,12 @@ def traced(rank: int, world: int, *chains: list[Inputs]) -> Trace:
 
 def test_the_outermost_common_call_decides():
     net = [Inputs("Net", [[1, 2, 3, 4]], [[]]), Inputs("Linear", [[5, 6, 7, 8]], [[]])]
-    ranks = [
-        [Inputs("Lit", [[1, 2], [11, 12]], [[], []]), Inputs("Net", [[1, 2]], [[]]), Inputs("Linear", [[0, 0]], [[]])],
-        [Inputs("Lit", [[3, 4], [13, 14]], [[], []]), Inputs("Net", [[3, 4]], [[]]), Inputs("Linear", [[0, 0]], [[]])],
-    ]
-    aligned = Aligned(traced(0, 1, net), [traced(rank, 2, calls) for rank, calls in enumerate(ranks)])
-    assert aligned.samples(0).same and aligned.samples(0).one.total() == 4
+    ranks = []
+    for rank, (a, b) in enumerate(((1, 2), (3, 4))):
+        wrapper = Inputs("Lit", [[a, b], [10 + a, 10 + b]], [[], []])
+        ranks.append(traced(rank, 2, [wrapper, Inputs("Net", [[a, b]], [[]]), Inputs("Linear", [[0, 0]], [[]])]))
+    aligned = Aligned(traced(0, 1, net), ranks)
+    assert aligned.samples(0).same and aligned.samples(0).reference.total() == 4
 
 
 def test_without_a_common_call_the_first_ones_count():

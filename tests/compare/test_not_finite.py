@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
-import pytest
 import torch
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability
 from mgpu_check.compare.verdict import verdict_of
-from tests.compare.training import Training, having, start, summary, times, verdict
-
-
-def test_no_number_hides():
-    found = verdict(times(lambda number: math.nan if number == 2 else 1))
-    assert (found.kind, found.step) == ("differs", 3)
+from tests.compare.training import Training, case, checks, having, own, start, summary, times
 
 
 def no_numbers(first, value=math.nan):
@@ -23,24 +18,36 @@ def no_numbers(first, value=math.nan):
     return times(lambda number: value if number >= first else 1)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_where_numbers_end_equality_ends(value):
-    found = verdict(one=no_numbers(2, value))
-    assert (found.kind, found.compared) == ("equal", 2)
-    assert found.report.headline.startswith("equal: steps 1 to 2 on 2 ranks")
-    assert found.report.headline.endswith("; later values are not finite")
-    assert "at step 3, on one device, the gradient of net.weight is not finite" in found.report.remarks[0]
+def overflow(made):
+    made.steps[2].parameters.update({"net.bias": summary(torch.full((6,), math.inf))})
 
 
-def test_no_numbers_from_the_first_step_on():
-    found = verdict(one=no_numbers(0))
-    assert (found.kind, found.compared) == ("not comparable", 0)
-    assert "not a number from the first step on: on one device the gradient of net.weight" in found.report.headline
+AT_STEP_3 = "at step 3, on one device, the gradient of net.weight is not finite"
+END = "; later values are not finite\n"
+ends = partial(case, kind="equal", headline="equal: steps 1 to 2 on 2 ranks", remark=AT_STEP_3, said=END, compared=2)
+DOUBLED_AT_STEP_3 = times(lambda number: 2 if number == 2 else 1)
 
 
-def test_a_difference_before_numbers_end():
-    found = verdict(times((1, 1.7, math.nan).__getitem__), one=no_numbers(2))
-    assert (found.kind, found.step) == ("differs", 2)
+@checks(
+    on_ranks_only=case(times(lambda number: math.nan if number == 2 else 1), step=3),
+    nan=ends(one=no_numbers(2)),
+    inf=ends(one=no_numbers(2, math.inf)),
+    from_the_first_step_on=case(
+        kind="not comparable", one=no_numbers(0), compared=0,
+        headline="not a number from the first step on: on one device the gradient of net.weight",
+    ),
+    after_a_difference=case(times((1, 1.7, math.nan).__getitem__), one=no_numbers(2), step=2),
+    after_gradients=case(kind="equal", one=having(change=overflow), compared=2),
+    after_wrong_gradients=case(
+        DOUBLED_AT_STEP_3, "differs", "world-size-factor", one=having(change=overflow), step=3, tensor="gradient"
+    ),
+    and_fewer_steps=case(
+        own(steps=lambda of: 3 if of.world == 1 else 2), one=no_numbers(1), compared=1,
+        headline="the first 1 common steps are equal, and later values are not finite",
+    ),
+)  # fmt: skip
+def test_where_numbers_end_equality_ends(check):
+    check()
 
 
 def test_numbers_that_ranks_have_where_one_device_has_none():
@@ -55,18 +62,6 @@ def test_numbers_that_ranks_have_where_one_device_has_none():
     assert (found.kind, found.compared) == ("equal", 2)
 
 
-def test_gradients_that_lead_to_no_numbers_are_compared():
-    def no_numbers_after(made):
-        made.steps[2].parameters.update({"net.bias": summary(torch.full((6,), math.inf))})
-
-    overflow = having(change=no_numbers_after)
-    found = verdict(one=overflow)
-    assert (found.kind, found.compared) == ("equal", 2)
-    found = verdict(times(lambda number: 2 if number == 2 else 1), one=overflow)
-    assert (found.kind, found.step, found.tensor) == ("differs", 3, "gradient")
-    assert found.report.mistakes == ("world-size-factor",)
-
-
 def test_what_follows_the_last_numbers_is_not_asked_to_repeat_itself():
     runs = [Training(), Training(0, 2), Training(1, 2)]
     for training in runs:
@@ -75,15 +70,6 @@ def test_what_follows_the_last_numbers_is_not_asked_to_repeat_itself():
     aligned, rounding = Aligned(reference, ranks), Rounding(reference, [reference])
     assert verdict_of(aligned, rounding, Repeat(2, "")).kind == "equal"
     assert verdict_of(aligned, rounding, Repeat(1, "")).kind == "not comparable"
-
-
-def test_another_number_of_steps_after_the_last_numbers():
-    def change(training):
-        training.steps = 3 if training.world == 1 else 2
-
-    found = verdict(change, one=no_numbers(1))
-    assert (found.kind, found.compared) == ("differs", 1)
-    assert "the first 1 common steps are equal, and later values are not finite" in found.report.headline
 
 
 def test_a_start_without_numbers_repeats_itself():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.first_difference import compared_output, first_difference, told_outputs
+from mgpu_check.compare.first_difference import compared_output, describe_outputs, first_difference
 from mgpu_check.compare.in_script.perturbations import Perturbation
 from mgpu_check.compare.in_script.recorder import ScriptRecorder
 from mgpu_check.compare.page import heat_pictures
@@ -51,17 +51,17 @@ def aligned(one: dict[str, Any], ranks: list[dict[str, Any]], seen=None, grow: f
 @pytest.mark.parametrize(
     ("parts", "seen", "wrong", "why"),
     [
-        ([part(0.5), part(0.5)], None, [], ""),  # of the samples, or of the features
-        ([part(0.25), part(0.75)], None, [], ""),
-        ([WHOLE, WHOLE], None, [], ""),
-        ([part(0.5)] * 4, [1, 1, 2, 2], [], ""),  # pairs of ranks have copies
-        ([part(0.5), part(0.5), part(0.5), OutputSummary(7, 3.0, 1.5, 32)], [1, 1, 2, 2], [3], ""),
-        ([part(0.5), OutputSummary(7, 3.0, 1.5, 32)], None, [0, 1], ""),
-        ([WHOLE, OutputSummary(7, 5.0, 3.0, 64)], None, [1], ""),
+        ([part(0.5), part(0.5)], None, [], None),  # of the samples, or of the features
+        ([part(0.25), part(0.75)], None, [], None),
+        ([WHOLE, WHOLE], None, [], None),
+        ([part(0.5)] * 4, [1, 1, 2, 2], [], None),  # pairs of ranks have copies
+        ([part(0.5), part(0.5), part(0.5), OutputSummary(7, 3.0, 1.5, 32)], [1, 1, 2, 2], [3], None),
+        ([part(0.5), OutputSummary(7, 3.0, 1.5, 32)], None, [0, 1], None),
+        ([WHOLE, OutputSummary(7, 5.0, 3.0, 64)], None, [1], None),
         ([OutputSummary(1, 2.0, 1.0, 64), OutputSummary(2, 2.5, 2.0, 64)], None, [], PARTIAL),
         ([OutputSummary(1, 2.0, 1.0, 64), OutputSummary(2, 2.5, 5.0, 64)], None, [], PARTIAL.replace("sum", "mean")),
         ([part(0.5), part(0.25)], None, [], "ranks have [16, 32] elements, and one device 64"),
-        ([OutputSummary(1, 4.0, float("nan"), 64)], None, [0], ""),
+        ([OutputSummary(1, 4.0, float("nan"), 64)], None, [0], None),
     ],
 )
 def test_what_ranks_have_is_put_together(parts, seen, wrong, why):
@@ -72,9 +72,8 @@ def test_what_ranks_have_is_put_together(parts, seen, wrong, why):
 
 def test_mean_losses_are_weighted_by_the_samples_of_the_ranks():
     """A model may return the mean loss of its samples; that of one device is the mean over all samples."""
-    found, _ = aligned(
-        {"a": OutputSummary(9, 2.5, 2.5, 1)}, [{"a": OutputSummary(i, x, x, 1)} for i, x in enumerate((1.0, 3.0))]
-    )
+    means = [{"a": OutputSummary(number, mean, mean, 1)} for number, mean in enumerate((1.0, 3.0))]
+    found, _ = aligned({"a": OutputSummary(9, 2.5, 2.5, 1)}, means)
     assert compared_output(found, 0, "a", 1e-6).wrong(1e-6) == [0, 1]
     found.ranks[0].steps[0].samples, found.ranks[1].steps[0].samples = [[1]], [[10, 11, 12]]
     assert compared_output(found, 0, "a", 1e-6).reason == PARTIAL.replace("sum", "mean")
@@ -87,10 +86,10 @@ def test_a_run_in_place_of_one_device():
     assert joined_outputs([part(0.5), OutputSummary(2**63 - 1, 0.0, 0.0, 1)]).bits == 31 - 2**63
 
 
-def told(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
+def told(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str | None:
     difference = first_difference(*aligned(one, ranks, grow=1.5))
     assert difference is not None and difference.step == 1
-    return told_outputs(difference)
+    return describe_outputs(difference)
 
 
 def test_the_first_output_that_differs_is_named():
@@ -100,14 +99,13 @@ def test_the_first_output_that_differs_is_named():
     text = told(one, [{"a": part(0.5), "c": WHOLE, **wrong}] * 2)
     assert text.startswith("forward: the first output that differs is that of b, on ranks 0-1 (sum: 6 instead of 3")
     assert text.endswith("; the outputs of 2 modules are right")
-    text = told(one, [{"a": part(0.5)}] * 2)
-    assert text == "forward: the outputs of 1 module are right; 3 were not compared"
-    text = told({"a": WHOLE, "": WHOLE}, [{"a": part(0.5), "": part(0.5)}] * 2)
-    assert (
-        text
-        == "forward: the outputs of 2 modules are right, so the error is in the loss, the backward pass or a reduction"
-    )
-    assert told({"a": WHOLE}, [{"a": part(0.5)}] * 2) == "forward: the outputs of 1 module are right"
+    for names, own, outputs in (
+        (one, "a", "1 module are right; 3 were not compared"),
+        (("a", ""), ("a", ""), "2 modules are right, so the error is in the loss, the backward pass or a reduction"),
+        ("a", "a", "1 module are right"),
+    ):
+        text = told(dict.fromkeys(names, WHOLE), [dict.fromkeys(own, part(0.5))] * 2)
+        assert text == f"forward: the outputs of {outputs}"
 
 
 def test_an_output_that_differed_while_all_was_right_proves_nothing():
@@ -116,15 +114,13 @@ def test_an_output_that_differed_while_all_was_right_proves_nothing():
     assert "the outputs of 1 module are right" in text and text.endswith("; 1 was not compared")
     text = told({"a": WHOLE}, [{"a": lambda number: always if number else WHOLE}] * 2)
     assert "the first output that differs is that of a, on ranks 0-1" in text
-    assert told({}, [{}]) == ""
+    assert told({}, [{}]) is None
 
 
 def test_the_rows_of_the_picture():
     off = OutputSummary(7, 6.0, 3.0, 32)
-    found, rounding = aligned(
-        {"a": WHOLE, "": WHOLE},
-        [{"a": part(0.5), "": part(0.5)}, {"a": part(0.5), "": lambda n: off if n else part(0.5)}],
-    )
+    right = {"a": part(0.5), "": part(0.5)}
+    found, rounding = aligned({"a": WHOLE, "": WHOLE}, [right, {**right, "": lambda n: off if n else part(0.5)}])
     (picture,) = heat_pictures(found, rounding, None)
     assert list(picture.rows["forward"]) == ["mean loss of the ranks", "output of a", "output of the model"]
     assert [cell.text for cell in picture.rows["forward"]["output of a"]] == ["", "", ""]

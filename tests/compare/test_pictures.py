@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -83,17 +84,8 @@ def test_a_logarithmic_scale():
 
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_whatever_the_values_are_it_is_a_picture(logarithmic):
-    several: list[list[Any]] = [
-        [],
-        [None],
-        [1.0],
-        [0.0, 0.0],
-        [float("nan"), float("inf")],
-        [-5.0, 7.0],
-        [5e-324, 1.7e308],
-        [None, 3.0],
-    ]
-    for values in several:
+    odd: list[list[Any]] = [[], [None], [1.0], [0.0, 0.0], [math.nan, math.inf], [-5.0, 7.0], [5e-324, 1.7e308]]
+    for values in [*odd, [None, 3.0]]:
         svg = picture(Curve("a < b", values, "one"), logarithmic=logarithmic, mark=1)
         assert "nan" not in ET.tostring(svg, encoding="unicode"), values
         assert "a < b" in texts(svg)
@@ -126,11 +118,10 @@ def test_every_colour_has_a_value_for_light_and_for_dark_ground(tmp_path):
 
 
 def test_the_page_of_a_difference(compare, by_hand, changed):
-    script = changed(
-        by_hand, ("            p.grad /= world\n", "            p.grad /= 2 * world if start == 8 else world\n")
-    )
-    script = changed(script, ("    nn.utils.clip_grad_norm_(net.parameters(), 0.5)\n", ""))
-    html = compare(script, code=1, page=True).html
+    mean = "            p.grad /= world\n"
+    halved = mean, mean.replace("world", "2 * world if start == 8 else world")
+    clip = "    nn.utils.clip_grad_norm_(net.parameters(), 0.5)\n"
+    html = compare(changed(by_hand, halved, (clip, "")), code=1, page=True).html
     assert html.startswith("<!doctype html>") and "prefers-color-scheme: dark" in html
     assert not re.findall(r'(?:src|href)="(?!https://github.com/|#)', html)  # nothing is loaded from elsewhere
     assert "differs: step 2: the gradient of" in html and "0.5 times as large on ranks 0-1" in html
@@ -139,9 +130,7 @@ def test_the_page_of_a_difference(compare, by_hand, changed):
     pictures = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
     assert len(pictures) == 2
     assert all("step 2: first difference" in texts(svg) for svg in pictures)
-    assert [
-        style for style in ("one", "ranks", "each", "limit", "marked") if not re.search(f'class="{style}"', html)
-    ] == []
+    assert [look for look in ("one", "ranks", "each", "limit", "marked") if f'class="{look}"' not in html] == []
 
 
 def heat(one, second):
@@ -163,9 +152,8 @@ def test_where_two_runs_differ():
     assert list(wrong.rows) == ["forward", "backward: gradients", "update: parameters"]
     first, second, third = wrong.rows["backward: gradients"]["net"]
     assert first.text == "" and re.fullmatch(r"1e\d", second.text) and 0 < second.shade <= third.shade
-    assert re.fullmatch(
-        r"the gradient of net\.(weight|bias): .* instead of .* tolerances of .*; norm x 2", second.lines[0]
-    )
+    line = r"the gradient of net\.(weight|bias): .* instead of .* tolerances of .*; norm x 2"
+    assert re.fullmatch(line, second.lines[0])
 
 
 def test_what_has_no_tolerance_or_was_not_compared_is_shown_so():

@@ -17,16 +17,7 @@ from mgpu_check.compare.in_script.models import Names
 from mgpu_check.compare.in_script.parameters import Parameters, States
 from mgpu_check.compare.in_script.perturbations import Perturbation
 from mgpu_check.compare.in_script.summaries import inputs_of, summaries
-from mgpu_check.compare.trace import (
-    FORMAT,
-    VERSION,
-    TensorSummary,
-    TraceError,
-    Writer,
-    chunk_sizes,
-    positions,
-    read,
-)
+from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, TraceError, Writer, chunk_sizes, positions, read
 from mgpu_check.processes.environments import FLOAT32
 from mgpu_check.torch_hooks.tensors import as_bits
 from tests.compare.conftest import script
@@ -56,6 +47,18 @@ def record(tmp_path, python):
     return record
 
 
+@pytest.fixture
+def traces(record):
+    """Run the script of that name, which must succeed, and give the traces of its processes."""
+
+    def traces(name: str, world: int = 1):
+        run = record(script(name), world)
+        assert run.failed is None, [ended.stderr for ended in run.ranks]
+        return run.traces
+
+    return traces
+
+
 @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=[pytest.mark.cold, pytest.mark.slow])])
 def test_a_script_finds_what_torchrun_would_give_it(record, forked):
     """And one that is forked finds the same, but for what is imported."""
@@ -71,6 +74,7 @@ import torch, torch.distributed as dist
 import torch._dynamo
 assert sys.modules["torch"] is torch and torch.__spec__.origin == torch.__file__
 assert torch.get_num_threads() == 1 and torch._dynamo.config.disable
+assert torch.compile(lambda x: x + 1, fullgraph=True)(torch.ones(1)) == 2
 assert torch.randint(10**9, (1,), generator=torch.Generator().manual_seed(5)).item() and torch.initial_seed()
 assert dist.is_torchelastic_launched()
 dist.init_process_group("gloo")
@@ -89,19 +93,17 @@ dist.destroy_process_group()
     assert [ended.how for ended in run.ranks] == ["finished"] * 2, [ended.stderr for ended in run.ranks]
 
 
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
 @pytest.mark.parametrize(
     ("launcher", "ranks", "worlds", "variable", "value", "led"),
     [
-        (
-            *("mpiexec", ("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
-            *("MASTER_PORT", "29511", ["MASTER_PORT"]),
-        ),
+        ("mpiexec", *OPEN_MPI, "MASTER_PORT", "29511", ["MASTER_PORT"]),
         ("srun", ("SLURM_PROCID",), ("SLURM_NTASKS",), "MASTER_ADDR", "localhost", []),  # another name for the same
     ],
 )
-def test_a_script_finds_its_rank_in_the_variables_of_another_launcher(
-    record, launcher, ranks, worlds, variable, value, led
-):
+def test_a_script_finds_the_rank_of_another_launcher(record, launcher, ranks, worlds, variable, value, led):
     """And its address elsewhere, as scripts of jobs export it."""
     run = record(
         f"""
@@ -139,11 +141,6 @@ scaler.update()
     )
     assert run.failed is None, run.ranks[0].stderr
     assert len(run.traces[0].steps) == 1 and not run.has("autocast")
-
-
-def test_a_function_that_needs_a_whole_graph_runs_uncompiled(record):
-    run = record("import torch\nassert torch.compile(lambda x: x + 1, fullgraph=True)(torch.ones(1)) == 2")
-    assert run.failed is None, run.ranks[0].stderr
 
 
 @pytest.mark.parametrize(
@@ -188,20 +185,11 @@ dist.all_reduce(torch.ones(3))
     assert run.failed_rank == 2, run.ranks
 
 
-def test_models_micro_batches_and_optimizers(record):
-    run = record(script("two_models"))
-    trace = run.traces[0]
-    assert run.failed is None, run.ranks[0].stderr
+def test_models_micro_batches_and_optimizers(traces):
+    (trace,) = traces("two_models")
     ordered = sorted(trace.parameters.values(), key=lambda p: p.order)
-    assert [p.name for p in ordered] == [
-        "scale",
-        "body.weight",
-        "body.bias",
-        "Net.scale",
-        "Net.body.weight",
-        "Net.body.bias",
-        "optimizer0.group0.parameter3",
-    ]
+    names = "scale", "body.weight", "body.bias", "Net.scale", "Net.body.weight", "Net.body.bias"
+    assert [p.name for p in ordered] == [*names, "optimizer0.group0.parameter3"]
     assert [step.optimizer for step in trace.steps] == [0, 1, 0]
     first, second, third = trace.steps
     assert [len(part) for part in first.samples] == [4, 4] and len(first.losses) == 2
@@ -215,15 +203,13 @@ def test_models_micro_batches_and_optimizers(record):
     (clip,) = trace.of("clip")
     assert clip["after"] == 2 and clip["most"] == 0.25
     assert clip["norm"] > 0
-    (other,) = record(script("wrapper_in_evaluation")).traces
+    (other,) = traces("wrapper_in_evaluation")
     assert [len(part) for part in other.steps[0].samples] == [4]
 
 
-def test_gradients_that_are_computed_within_the_step(record):
+def test_gradients_that_are_computed_within_the_step(traces):
     """By a closure; and what is noted of the model, and of what the script does, beside its steps."""
-    run = record(script("closures"))
-    trace = run.traces[0]
-    assert run.failed is None, run.ranks[0].stderr
+    (trace,) = traces("closures")
     steps = trace.steps
     assert [step.optimizer for step in steps] == [0, 0, 1, 1, 2]
     for step in steps[:4]:
@@ -243,10 +229,8 @@ def test_gradients_that_are_computed_within_the_step(record):
     "start",
     [
         "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=3)",
-        "process = torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,)); process.start(); "
-        "process.join()",
-        "process = multiprocessing.get_context('forkserver').Process(target=rank, args=(0,)); process.start(); "
-        "process.join()",
+        "started(torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,))).join()",
+        "started(multiprocessing.get_context('forkserver').Process(target=rank, args=(0,))).join()",
     ],
 )
 def test_ranks_that_the_script_starts_itself(record, start):
@@ -257,6 +241,9 @@ import multiprocessing, torch, torch.multiprocessing
 from torch.distributed import init_process_group
 def rank(i):
     init_process_group("gloo", rank=i, world_size=1)
+def started(process):
+    process.start()
+    return process
 if __name__ == "__main__":
     {start}
 """
@@ -264,17 +251,14 @@ if __name__ == "__main__":
     assert run.has("starts") and run.ranks[0].how == "stopped", run.ranks[0].stderr
 
 
-def test_optimizers_within_others_and_steps_that_are_skipped(record):
-    run = record(script("scaled_steps"), 2)
-    for trace in run.traces:
-        assert [len(step.seen) for step in trace.steps] == [3, 3], run.ranks[0].stderr
+def test_optimizers_within_others_and_steps_that_are_skipped(traces):
+    for trace in traces("scaled_steps", 2):
+        assert [len(step.seen) for step in trace.steps] == [3, 3]
         assert [event["after"] for event in trace.of("skipped")] == [1]
 
 
-def test_a_step_that_raises_is_none_and_hides_no_other(record):
-    run = record(script("moody"))
-    trace = run.traces[0]
-    assert run.failed is None, run.ranks[0].stderr
+def test_a_step_that_raises_is_none_and_hides_no_other(traces):
+    (trace,) = traces("moody")
     steps = [(step.optimizer, len(step.parameters), len(step.losses), len(step.seen)) for step in trace.steps]
     assert steps == [(0, 2, 1, 3), (1, 2, 1, 3), (0, 2, 1, 3), (0, 2, 1, 3), (1, 2, 1, 3), (0, 2, 1, 3)]
     assert [bool(step.before) for step in trace.steps] == [True, True, False, False, False, False]
@@ -282,11 +266,9 @@ def test_a_step_that_raises_is_none_and_hides_no_other(record):
         assert set(step.before) == set(step.parameters)
 
 
-def test_complex_parameters_are_real_ones_with_one_more_dimension(record):
+def test_complex_parameters_are_real_ones_with_one_more_dimension(traces):
     """Also where autograd keeps a gradient as its conjugate."""
-    run = record(script("complex_parameters"))
-    trace = run.traces[0]
-    assert run.failed is None, run.ranks[0].stderr
+    (trace,) = traces("complex_parameters")
     shape, step = trace.parameters["weight"].shape, trace.steps[0]
     assert shape == (3, 2)
     assert step.gradients["weight"].samples == (0, -1, 2, 0, 1, 0)
@@ -295,19 +277,17 @@ def test_complex_parameters_are_real_ones_with_one_more_dimension(record):
     assert found.number == "element [2, 0]" and (found.got, found.expected) == (-0.5, 0)
 
 
-def test_sharded_parameters_are_gathered(record):
-    run = record(script("sharded"), 2)
+def test_sharded_parameters_are_gathered(traces):
     name = "weight"  # of a module that was never called
-    for trace in run.traces:
-        assert trace.parameters[name].sharded and trace.parameters[name].shape == (6, 2), run.ranks[0].stderr
+    for trace in traces("sharded", 2):
+        assert trace.parameters[name].sharded and trace.parameters[name].shape == (6, 2)
         step = trace.steps[0]
         assert step.parameters[name].samples[-1] == 11 and step.gradients[name].samples[-1] == 22
 
 
-def test_processes_of_the_script_are_not_recorded(record):
-    run = record(script("own_processes"))
-    assert run.failed is None, run.ranks[0].stderr
-    assert len(run.traces[0].steps) == 1
+def test_processes_of_the_script_are_not_recorded(traces):
+    (trace,) = traces("own_processes")
+    assert len(trace.steps) == 1
 
 
 def test_processes_of_the_script_end_with_it(record):
@@ -348,14 +328,6 @@ def test_a_summary_is_what_it_says(count, dtype):
     assert len(summary.entries(count)) == 1 + len(summary.sums) + len(summary.samples)
 
 
-def test_one_bit_of_one_element_changes_a_summary():
-    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    other = tensor.clone()
-    other.view(torch.int32)[501] ^= 1
-    first, second = summaries([tensor, other])
-    assert first[0] != second[0]
-
-
 def test_what_has_no_summary():
     weight = torch.ones(3, 2).to_sparse()
     assert summaries([None, torch.ones(0), torch.ones(2), weight])[:2] == [None, None]
@@ -368,20 +340,22 @@ def test_inputs_are_found_wherever_they_stand():
     assert [int(t) for t in found] == [0, 1, 3 - 1, 3]
 
 
+def names_of(called, *parameters):
+    names = Names()
+    for module in called:
+        names.called(module)
+    return [names.name(parameter, "?")[0] for parameter in parameters]
+
+
 def test_names_are_those_of_the_users_own_model():
     net = nn.Sequential(nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)))
-    names = Names()
-    names.called(nn.DataParallel(net))
-    wrapper = nn.DataParallel(net)
-    names.called(wrapper)
-    names.called(net)
-    found = [names.name(p, "?")[0] for p in net.parameters()]
-    assert found == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    called = [nn.DataParallel(net), nn.DataParallel(net), net]
+    assert names_of(called, *net.parameters()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     of_nothing: Any = lambda call: call  # noqa: E731
     compiled = nn.parallel.DataParallel(torch._dynamo.OptimizedModule(nn.Conv1d(1, 1, 1), of_nothing))
-    names.called(compiled)  # which has a length, and raises where the module has none
-    assert [names.name(p, "?")[0] for p in compiled.parameters()] == ["weight", "bias"]
-    loose = [torch.zeros(1), torch.zeros(1)]
+    # It has a length, and raises where the module has none.
+    assert names_of([*called, compiled], *compiled.parameters()) == ["weight", "bias"]
+    names, loose = Names(), [torch.zeros(1), torch.zeros(1)]
     assert [names.name(p, "optimizer0.group0.parameter0")[0] for p in loose] == [
         "optimizer0.group0.parameter0",
         "parameter#2.optimizer0.group0.parameter0",
@@ -411,13 +385,6 @@ def test_complex_numbers_are_moved_by_roundoffs(kept_as_its_conjugate):
         ratio = (torch.view_as_real(after.resolve_conj()).double() / torch.view_as_real(before).double() - 1).abs()
         assert 0 < ratio.max() < 6 * 2.0**-24
         assert 400 < ((after.real > before.real) != (after.imag > before.imag)).sum() < 600  # each part on its own
-
-
-def names_of(called, *parameters):
-    names = Names()
-    for module in called:
-        names.called(module)
-    return [names.name(parameter, "?")[0] for parameter in parameters]
 
 
 def test_what_is_never_called_is_named_by_what_is_around_it():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.compare.conftest import script
-from tests.compare.training import gradients, verdict
+from tests.compare.training import case, checks, gradients, having
 
 REDUCED = script("reduced_in_step")
 
@@ -40,28 +40,24 @@ def test_a_mistake_within_the_step_is_refuted(compare, changed, old, new, tensor
     assert (outcome.json["tensor"], outcome.json["mistakes"]) == (tensor, [mistake])
 
 
-def test_steps_smaller_than_the_tolerance_do_not_hide_that_nothing_is_reduced():
-    def slow(training):
-        training.rate, training.steps = 1e-7, 2
+def local(factor: float = 1.0, reduces: bool = False):
+    """Gradients of two ranks that differ, and whose mean is a multiple of those of one device."""
 
-    def own(training):
-        sign = 1 if training.rank == 0 else -1
-        training.gradient = lambda number: [g + sign * 0.5 * g.flip(0) for g in gradients(number)]
-
-    found = verdict(own, one=slow)
-    assert (found.kind, found.report.mistakes) == ("differs", ("gradients-not-synchronized",))
-
-
-@pytest.mark.parametrize(
-    ("factor", "reduces", "mistakes"),
-    [(0.5, True, ("world-size-factor",)), (0.5, False, ("gradients-not-synchronized",)), (1.7, True, ())],
-)
-def test_a_factor_of_gradients_that_are_reduced_within_the_step(factor, reduces, mistakes):
-    def own(training):
+    def change(training):
         sign = 1 if training.rank == 0 else -1
         training.gradient = lambda number: [factor * (g + sign * 0.5 * g.flip(0)) for g in gradients(number)]
         if reduces:
             training.reduced = lambda number: [factor * g for g in gradients(number)]
 
-    found = verdict(own)
-    assert (found.kind, found.report.mistakes) == ("differs", mistakes)
+    return change
+
+
+@checks(
+    small_steps=case(local(), "differs", "gradients-not-synchronized", one=having(rate=1e-7, steps=2)),
+    factor=case(local(0.5, reduces=True), "differs", "world-size-factor"),
+    factor_of_what_is_not_reduced=case(local(0.5), "differs", "gradients-not-synchronized"),
+    factor_without_a_name=case(local(1.7, reduces=True)),
+)
+def test_gradients_that_differ_before_the_step(check):
+    """Steps smaller than the tolerance do not hide that nothing is reduced."""
+    check()

@@ -125,7 +125,7 @@ class Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class Weighed(torch.autograd.Function):
+class Weighed(Scaled):
     """Weighs the gradient alone."""
 
     @staticmethod
@@ -133,22 +133,9 @@ class Weighed(torch.autograd.Function):
         ctx.factor = factor
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor, None
-
 
 def target(part: Part) -> torch.Tensor:
     return (part.net(part.of(X)) - part.of(Y)).square().mean()
-
-
-def autoencoder(part: Part) -> torch.Tensor:
-    x = part.of(X)
-    return (part.net(x) - x).square().mean()
-
-
-def mask(part: Part) -> torch.Tensor:
-    return (part.net(part.of(X)).square() * (part.of(Y) > -0.5)).mean()
 
 
 def labels(part: Part) -> torch.Tensor:
@@ -170,14 +157,6 @@ def advantages(part: Part) -> torch.Tensor:
     raw = part.of(Y) - values
     normal = (raw - raw.mean()) / (raw.std() + 1e-8)
     return (part.net(part.of(X)) * normal).mean()
-
-
-def function(part: Part) -> torch.Tensor:
-    return Scaled.apply(part.net(part.of(X)), part.of(Y)).mean()
-
-
-def function_of_gradients(part: Part) -> torch.Tensor:
-    return Weighed.apply(part.net(part.of(X)), part.of(Y)).square().mean()
 
 
 def buffer(part: Part) -> torch.Tensor:
@@ -214,13 +193,20 @@ def penalty(part: Part) -> torch.Tensor:
     return (gradient.norm(dim=1) - 1).square().mean()
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        *(target, autoencoder, mask, labels, order_of_samples, advantages),
-        *(function, function_of_gradients, buffer, penalty, sparse, table, order_of_draws),
-    ],
-)
+PROGRAMS: dict[str, Program] = {
+    "target": target,
+    "autoencoder": lambda part: (part.net(x := part.of(X)) - x).square().mean(),
+    "mask": lambda part: (part.net(part.of(X)).square() * (part.of(Y) > -0.5)).mean(),
+    "function": lambda part: Scaled.apply(part.net(part.of(X)), part.of(Y)).mean(),
+    "function of gradients": lambda part: Weighed.apply(part.net(part.of(X)), part.of(Y)).square().mean(),
+}
+PROGRAMS |= {
+    program.__name__: program
+    for program in (labels, order_of_samples, advantages, buffer, penalty, sparse, table, order_of_draws)
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_data_of_the_ranks_take_the_place_of_those_of_one_device(replay, program):
     one, ranks = replay.run(program)
     assert replay.missing == []
@@ -261,23 +247,6 @@ def test_what_follows_from_joint_data_is_computed_and_not_replaced(replay):
     assert torch.allclose(one, weight.grad, atol=1e-6)
 
 
-def count(part: Part) -> torch.Tensor:
-    return part.net(part.of(X)).square().sum() / part.of(Y).exp().sum()
-
-
-def number(part: Part) -> torch.Tensor:
-    return part.net(part.of(X)).square().mean() * part.of(Y).sum().item()
-
-
-def statistic(part: Part) -> torch.Tensor:
-    return (part.net(part.of(X)) * part.of(Y).cumsum(0)[-1:]).mean()
-
-
-def chosen_by_python(part: Part) -> torch.Tensor:
-    out = part.net(part.of(X))
-    return out.square().mean() if part.of(Y)[1] > 0.5 else out.sin().mean()
-
-
 def hook(part: Part) -> torch.Tensor:
     out, weights = part.net(part.of(X)), part.of(Y)
     out.register_hook(lambda gradient: gradient * weights)
@@ -301,19 +270,32 @@ def changed_rows(part: Part) -> torch.Tensor:
     return kept.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("program", "why"),
-    [
-        (count, "a tensor of shape [] at HERE: it is one number for all samples, and does not follow"),
-        (number, "mul at HERE: its number is 1.7"),
-        (statistic, "a tensor of shape [1, 1] at HERE: ranks have tensors of shape [1, 1] with other values"),
-        (chosen_by_python, "sin at HERE: only some ranks run it"),
-        (hook, "a tensor of shape [8, 1] at HERE: a hook has computed it with data that are not replayed"),
-        (saved, "a tensor of shape [8, 1] at HERE: ranks have other values, and torch has saved"),
-        (functional, "a tensor of shape [8, 1] at HERE: ranks have other values, and torch has saved"),
-        (changed_rows, "ranks have other values, and it cannot be replaced there"),
-    ],
-)
+OTHERS, SAVED = "ranks have tensors of shape [1, 1] with other values", "ranks have other values, and torch has saved"
+UNREPLAYED: dict[str, tuple[Program, str]] = {
+    "count": (
+        lambda part: part.net(part.of(X)).square().sum() / part.of(Y).exp().sum(),
+        "a tensor of shape [] at HERE: it is one number for all samples, and does not follow",
+    ),
+    "number": (
+        lambda part: part.net(part.of(X)).square().mean() * part.of(Y).sum().item(),
+        "mul at HERE: its number is 1.7",
+    ),
+    "statistic": (
+        lambda part: (part.net(part.of(X)) * part.of(Y).cumsum(0)[-1:]).mean(),
+        f"a tensor of shape [1, 1] at HERE: {OTHERS}",
+    ),
+    "choice by Python": (
+        lambda part: (part.net(part.of(X)).square() if part.of(Y)[1] > 0.5 else part.net(part.of(X)).sin()).mean(),
+        "sin at HERE: only some ranks run it",
+    ),
+    "hook": (hook, "a tensor of shape [8, 1] at HERE: a hook has computed it with data that are not replayed"),
+    "saved": (saved, f"a tensor of shape [8, 1] at HERE: {SAVED}"),
+    "functional": (functional, f"a tensor of shape [8, 1] at HERE: {SAVED}"),
+    "changed rows": (changed_rows, "ranks have other values, and it cannot be replaced there"),
+}
+
+
+@pytest.mark.parametrize(("program", "why"), UNREPLAYED.values(), ids=UNREPLAYED)
 def test_data_that_cannot_be_replaced_are_named(replay, program, why):
     replay.run(program)
     named = [re.sub(r"tests/compare/test_replay_outside\.py:\d+", "HERE", line) for line in replay.missing]
@@ -353,9 +335,9 @@ def test_operators_of_one_device_follow_from_those_of_the_ranks():
     def why(own, *ranks, operator="aten::mul"):
         return unexplained(operator, own, ranks, 2)
 
-    assert why([(1,), (2,)], [(1,)], [(2,)]) == ""  # a loop over samples
-    assert why(None, [(1,)], [(2,)]) == why([(1,)], None, None) == ""  # code for several ranks, or for one device
-    assert why([(0, 8)], [(0, 4)], [(4, 8)], operator="aten::slice") == ""
+    assert why([(1,), (2,)], [(1,)], [(2,)]) is None  # a loop over samples
+    assert why(None, [(1,)], [(2,)]) is why([(1,)], None, None) is None  # code for several ranks, or for one device
+    assert why([(0, 8)], [(0, 4)], [(4, 8)], operator="aten::slice") is None
     assert "its number is 0 on one device, and 4, 8" in why([(0, 9)], [(4, 8)], [(8, 9)], operator="aten::slice")
     assert why([()], [()], None) == "only some ranks run it"
     assert why([()], [()], [(), ()]) == "ranks run it 1, 2 times"

@@ -45,9 +45,8 @@ def test_a_sum_in_place_of_a_mean(compare, by_hand, changed):
     assert (outcome.json["step"], outcome.json["tensor"], outcome.json["ranks"]) == (1, "gradient", [0, 1])
     assert outcome.json["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
     assert abs(outcome.json["ratio"] - 2) < 1e-4
-    assert (
-        f"differs: step 1: the gradient of {outcome.json['parameter']} is 2 times as large on ranks 0-1" in outcome.text
-    )
+    named = outcome.json["parameter"]
+    assert f"differs: step 1: the gradient of {named} is 2 times as large on ranks 0-1" in outcome.text
     assert "docs/classes/world-size-factor.md" in outcome.text
     assert re.search(r": the world size; all_reduce \(sum, 2 ranks\) at train.py:24 leaves it so$", outcome.text, re.M)
 
@@ -95,14 +94,6 @@ def test_a_batch_per_rank_as_large_as_the_global_one(compare, tutorial, changed)
     assert said in outcome.text
 
 
-@pytest.mark.slow
-def test_all_data_on_each_rank(compare, tutorial, changed):
-    script = changed(tutorial, ("data, shuffle=True)", "data, 1, 0, shuffle=True)"), ("8 // world", "8"))
-    outcome = compare(script, *SIMULATED, "--steps=2", code=1)
-    assert outcome.json["mistakes"] == ["dataset-not-split"]
-    assert "all 2 ranks saw the same 8 samples" in outcome.text
-
-
 def test_a_script_without_seeds(compare, by_hand, changed):
     outcome = compare(changed(by_hand, ("torch.manual_seed(0)\n", "torch.seed()\n")), "--steps=1", code=1, more=2)
     assert outcome.json["replayed"] and outcome.json["mistakes"] == ["different-initialization"]
@@ -110,12 +101,9 @@ def test_a_script_without_seeds(compare, by_hand, changed):
 
 
 def test_a_script_that_goes_on_where_an_earlier_run_has_stopped(compare, by_hand, changed, tmp_path):
-    script = changed(
-        by_hand, ("optimizer = ", 'if os.path.exists("last.pt"): '
-                                  'net.load_state_dict(torch.load("last.pt"))\noptimizer = ')
-    )  # fmt: skip
+    load = 'if os.path.getsize("last.pt"): net.load_state_dict(torch.load("last.pt"))\n'
+    script = changed(by_hand, ("optimizer = ", f"{load}optimizer = "))
     tmp_path.joinpath("last.pt").touch()  # that the directory has the same files before and after
-    script = script.replace('os.path.exists("last.pt")', 'os.path.getsize("last.pt")')
     outcome = compare(script + 'if rank == 0: torch.save(net.state_dict(), "last.pt")\n', code=2)
     assert "which an earlier run of this comparison wrote" in outcome.text
 
@@ -147,22 +135,17 @@ def test_a_module_that_trains_nothing(python, tmp_path):
 
 
 INIT = '    dist.init_process_group("gloo")\n'
+PORT, HOST = "    os.environ.update(MASTER_PORT=str(port))\n", "    os.environ['MASTER_ADDR'] = '192.0.2.1'\n"
+TCP = "    dist.init_process_group('gloo', f'tcp://localhost:{port}', rank=rank, world_size=world)\n"
 FREE_PORT = "    import socket\n    with socket.create_server(('', 0)) as server: port = server.getsockname()[1]\n"
 
 
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        pytest.param(
-            f"    os.environ.update(MASTER_PORT=str(port))\n{INIT}", "sets MASTER_PORT", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            f"    os.environ['MASTER_ADDR'] = '192.0.2.1'\n{INIT}", "sets MASTER_ADDR", marks=pytest.mark.slow
-        ),
-        (
-            "    dist.init_process_group('gloo', f'tcp://localhost:{port}', rank=rank, world_size=world)\n",
-            "names an address",
-        ),
+        pytest.param(f"{PORT}{INIT}", "sets MASTER_PORT", marks=pytest.mark.slow),
+        pytest.param(f"{HOST}{INIT}", "sets MASTER_ADDR", marks=pytest.mark.slow),
+        (TCP, "names an address"),
     ],
     ids=["port", "host", "tcp"],
 )
@@ -176,12 +159,14 @@ def test_ranks_meet_where_the_script_has_an_address_of_its_own(compare, by_hand,
     assert outcome.text.count("the ranks met") == 1
 
 
-def test_losses_of_texts_are_means_over_their_labels(compare):
-    """The untrained losses differ by less than one percent, so that only the counts of labels explain them."""
-    outcome = compare(script("parts_of_a_loss"), "--gpus=2", "--simulate", "--steps=1", code=1, arguments=["labels"])
-    assert outcome.json["mistakes"] == ["mean-of-means"] and "weighted by the labels it is" in outcome.text
-
-
-def test_a_gather_without_gradients_is_a_remark(compare):
-    outcome = compare(script("parts_of_a_loss"), "--gpus=2", "--simulate", "--steps=1", code=0, arguments=["gather"])
-    assert "no gradient flows through all_gather at train.py:31, on ranks and on one device" in outcome.text
+@pytest.mark.parametrize(
+    ("kind", "code", "mistakes", "said"),
+    [
+        # The untrained losses differ by less than one percent, so that only the counts of labels explain them.
+        ("labels", 1, ["mean-of-means"], "weighted by the labels it is"),
+        ("gather", 0, [], "no gradient flows through all_gather at train.py:31, on ranks and on one device"),
+    ],
+)
+def test_losses_of_parts(compare, kind, code, mistakes, said):
+    outcome = compare(script("parts_of_a_loss"), *SIMULATED, "--steps=1", code=code, arguments=[kind])
+    assert outcome.json["mistakes"] == mistakes and said in outcome.text

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mgpu_check.compare.trace import State, Trace, named_state
-from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, summary, trace, trained, verdict
+from tests.compare.test_assembly import GRADIENT, ONE, RIGHT, WEIGHT, part, ranks_of, summary, trace, trained, verdict
 
 STEPS = torch.ones(())
 
@@ -57,40 +57,32 @@ def test_states_of_slices_are_judged_as_a_whole():
 @pytest.mark.parametrize(
     ("states", "reason"),
     [
-        ({"step": (STEPS, None)}, "no rank keeps it"),
-        (
-            {"step": (STEPS, None), "exp_avg": (GRADIENT[:4], None)},
-            "its shape is [4, 5] on ranks, and [8, 5] on one device",
-        ),
+        ({}, "no rank keeps it"),
+        ({"exp_avg": (GRADIENT[:4], None)}, "its shape is [4, 5] on ranks, and [8, 5] on one device"),
     ],
 )
 def test_a_state_that_was_not_compared_is_undecided(states, reason):
-    ranks = [keeping(trace(rank, 2, {"net.weight": trained(WEIGHT, GRADIENT)}), **states) for rank in range(2)]
-    found = verdict(KEEPING, ranks)
+    found = verdict(KEEPING, [keeping(made, step=(STEPS, None), **states) for made in ranks_of(RIGHT, RIGHT)])
     assert found.not_compared == {"exp_avg of net.weight": reason}
     assert found.report.headline == "undecided: 1 state of optimizers or buffer was not compared with one device"
 
 
 def test_a_state_that_one_device_lacks_is_undecided():
-    ranks = [keeping(trace(0, 1, {"net.weight": trained(WEIGHT, GRADIENT)}), own=(GRADIENT, None))]
-    found = verdict(keeping(ONE), ranks)
-    assert (found.kind, found.not_compared) == (
-        "undecided",
-        {"own of net.weight": "one device keeps no state or buffer of this name"},
-    )
+    found = verdict(keeping(ONE), [keeping(trace(0, 1, RIGHT), own=(GRADIENT, None))])
+    reasons = {"own of net.weight": "one device keeps no state or buffer of this name"}
+    assert (found.kind, found.not_compared) == ("undecided", reasons)
 
 
 def test_the_state_of_a_parameter_on_one_rank_is_judged_there():
     """As of an optimizer that shares the states of whole parameters out."""
-    whole = trace(0, 2, {"net.weight": trained(WEIGHT, GRADIENT)})
-    other = trace(1, 2, {"net.weight": trained(WEIGHT, GRADIENT)})
+    whole, other = ranks_of(RIGHT, RIGHT)
     found = verdict(KEEPING, [keeping(whole, exp_avg=(GRADIENT, None), step=(STEPS, None)), keeping(other)])
     assert (found.kind, found.not_compared) == ("equal", {})
 
 
 def test_buffers_are_judged_where_training_changes_them():
     one = with_buffer(keeping(ONE), "net.mean", WEIGHT)
-    ranks = [keeping(trace(rank, 2, {"net.weight": trained(WEIGHT, GRADIENT)})) for rank in range(2)]
+    ranks = [keeping(made) for made in ranks_of(RIGHT, RIGHT)]
     assert verdict(one, [with_buffer(made, "net.mean", WEIGHT) for made in ranks]).kind == "equal"
     found = verdict(one, [with_buffer(made, "net.mean", WEIGHT + made.rank) for made in ranks])
     assert (found.kind, found.parameter, found.ranks) == ("differs", "buffer net.mean", (1,))
@@ -108,13 +100,9 @@ def test_buffers_are_judged_where_training_changes_them():
 
 
 def test_buffers_have_the_names_of_the_modules_around_them():
-    one = with_buffer(
-        trace(0, 1, {"2.weight": trained(WEIGHT, GRADIENT), "0.weight": trained(GRADIENT, WEIGHT)}), "2.mean", WEIGHT
-    )
-    one = with_buffer(one, "0.mean", GRADIENT)
-    stages = [
-        with_buffer(trace(0, 2, {"0.weight": trained(GRADIENT, WEIGHT)}), "0.mean", GRADIENT),
-        with_buffer(trace(1, 2, {"0.weight": trained(WEIGHT, GRADIENT)}), "0.mean", WEIGHT),
-    ]
-    found = verdict(one, stages)
+    second, first = trained(WEIGHT, GRADIENT), trained(GRADIENT, WEIGHT)
+    one = with_buffer(trace(0, 1, {"2.weight": second, "0.weight": first}), "2.mean", WEIGHT)
+    stages = ranks_of({"0.weight": first}, {"0.weight": second})
+    buffers = with_buffer(stages[0], "0.mean", GRADIENT), with_buffer(stages[1], "0.mean", WEIGHT)
+    found = verdict(with_buffer(one, "0.mean", GRADIENT), buffers)
     assert (found.kind, found.not_compared) == ("equal", {})

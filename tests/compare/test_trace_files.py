@@ -47,7 +47,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
             step.gradients["net.bias"] = None if made.rank else step.gradients["net.bias"]
 
     change = having(change=options, events=[{"event": "seed", "after": 0}])
-    made = run(change=change, holders={"net.bias": [(0,), (0, 1)]}, parts={"net.bias": {0: 0, 1: 1}}, limit=3)
+    made = run(change=change, holders={"net.bias": [(0,), (0, 1)]}, shard_keys={"net.bias": {0: 0, 1: 1}}, limit=3)
     write_run(tmp_path / "a.trace", made)
     assert read_run(tmp_path / "a.trace") == made
     assert [path.name for path in tmp_path.iterdir()] == ["a.trace"]
@@ -103,7 +103,7 @@ def test_the_elements_that_differ():
     found = described(data, ("1/gradient/w",) * 2, 1e-6)
     assert found.startswith("2 of 24 elements differ (dim 0: 2 to 3 of 6, dim 1: 1 of 4), the largest difference is")
     assert found.endswith("at [3, 1]: 42 instead of 14")
-    assert described((data[0], None), ("1/gradient/w",) * 2, 1e-6) == ""
+    assert described((data[0], None), ("1/gradient/w",) * 2, 1e-6) is None
 
 
 def test_two_traces_are_compared_without_torch_if_their_bits_are_equal(tmp_path):
@@ -171,31 +171,18 @@ def test_a_file_that_is_no_trace_is_wrong_usage(make, words, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["record"], "no program given"),
-        (["record", "a.py"], "--out is missing: give the trace to write, as in --out=a.trace"),
-        (["record", "--out=/no/such/folder/a.trace", "a.py"], "there is no directory /no/such/folder"),
-        (["record", "--values=many", "a.py"], "'many' is not a size; give bytes, or a number with KB, MB or GB"),
-        (["record", "--out=a.trace", "--gpus=0", "a.py"], "'0' is not a number of ranks"),
-        (["record", "--out=a.trace", "nowhere.py"], "no such script: nowhere.py"),
-        (["compare", "a.trace", "--json", "o.json"], "1 traces given: a.trace; give two"),
-        (["compare", "a.trace", "b.trace", "--such"], "unrecognized arguments: --such"),
-        (["compare", "a.trace"], "1 traces given: a.trace; give two: compare A.trace B.trace"),
-        (["compare", "a.trace", "b.trace", "c.trace"], "3 traces given"),
-        (["compare", "--golden=g", "a.trace", "b.trace"], "two traces are compared without running a script; only"),
-        (["compare", "--golden=g", "--against=HEAD", "a.py"], "--against and --golden say what to compare with"),
-        (["compare", "--a=--tp=2", "a.py"], "--a and --b are the arguments of two runs; give both"),
-        (["compare", "--a='", "--b=1", "a.py"], "--a=': No closing quotation; give the arguments as in a shell"),
-        (["compare", "--a={3/W}", "--b=1", "a.py"], "{3/W} is not an integer for W = 2"),
-        (["compare", "--update-golden", "a.py"], "--update-golden writes the file of --golden; give --golden=FILE"),
-        (["compare", "--golden=g.trace", "a.py"], "--golden=g.trace: there is no such file; write it with"),
-        (["compare", "--gpus=1", "a.py"], "'1' is not a number of ranks to compare with one device"),
-        (["compare", "--against=HEAD", "a.py"], "is in no git repository; run this in the repository of the script"),
+        ([], "no program given"),
+        (["a.py"], "--out is missing: give the trace to write, as in --out=a.trace"),
+        (["--out=/no/such/folder/a.trace", "a.py"], "there is no directory /no/such/folder"),
+        (["--values=many", "a.py"], "'many' is not a size; give bytes, or a number with KB, MB or GB"),
+        (["--out=a.trace", "--gpus=0", "a.py"], "'0' is not a number of ranks"),
+        (["--out=a.trace", "nowhere.py"], "no such script: nowhere.py"),
     ],
 )
-def test_wrong_usage(argv, words, tmp_path, monkeypatch, capsys):
+def test_wrong_usage_of_record(argv, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("a.py").touch()
-    assert main(argv) == 4
+    assert main(["record", *argv]) == 4
     assert words in capsys.readouterr().err
 
 

@@ -60,18 +60,13 @@ def test_a_change_is_right_or_parts_at_its_step(change, recorded):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("scaled-activation", "forward: the first output that differs is that of second, on rank 0 (norm: "),
-        (
-            "summed",
-            "forward: the outputs of 3 modules are right, so the error is in the loss, the backward pass or a reduction",
-        ),
+        ("scaled-activation", "the first output that differs is that of second, on rank 0 (norm: "),
+        ("summed", "the outputs of 3 modules are right, so the error is in the loss, the backward pass or a reduction"),
     ],
 )
 def test_the_outputs_of_a_wrong_gradient(change, said, recorded):
-    """The samples are divided among the ranks of one run."""
-    known = compare_runs(
-        recorded(""), recorded(change)
-    ).verdict.report.known  # with values, also the elements that differ
+    """The samples are divided among the ranks of one run; with values, also the elements that differ are known."""
+    said, known = f"forward: {said}", compare_runs(recorded(""), recorded(change)).verdict.report.known
     assert [line for line in known if line.startswith(said)], known
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 
 from mgpu_check.compare.alignment import Aligned
@@ -26,14 +27,13 @@ def summary(tensor: torch.Tensor) -> TensorSummary:
     return TensorSummary.of(numbers)
 
 
-def start() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
+def start(seed: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     return [torch.randn(6, 5, generator=generator), torch.randn(6, generator=generator)]
 
 
 def gradients(number: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + number)
-    return [torch.randn(6, 5, generator=generator), torch.randn(6, generator=generator)]
+    return start(100 + number)
 
 
 class Training:
@@ -96,11 +96,47 @@ def mistakes(change, **options) -> tuple[str, ...]:
     return verdict(change, **options).report.mistakes
 
 
+Change = Callable[[Training], object]
+
+
+def unchanged(training: Training) -> None: ...
+
+
+def case(change=unchanged, kind="differs", *mistakes, headline="", remark="", first="", said="", remarks=None,
+         one=unchanged, world=2, unjudged=MappingProxyType({}), **fields) -> Callable[[], None]:  # fmt: skip
+    """Return a check of the verdict on ranks as `change` makes them, and of its `fields`; empty texts do not count."""
+
+    def check() -> None:
+        found = verdict(change, world, one, unjudged)
+        report = found.report
+        assert (found.kind, report.mistakes) == (kind, mistakes), report
+        assert {name: getattr(found, name) for name in fields} == fields
+        assert first in ("", *report.remarks[:1])
+        assert headline in report.headline and said in str(report) and remarks in (None, report.remarks)
+        assert not remark or any(remark in line for line in report.remarks), report.remarks
+
+    return check
+
+
+def checks(**cases: Callable[[], None]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("check", cases.values(), ids=list(cases))
+
+
 def times(factor):
     """A training whose gradients are multiplied by a number, or by that of each step."""
 
     def change(training):
         training.gradient = lambda n: [g * (factor(n) if callable(factor) else factor) for g in gradients(n)]
+
+    return change
+
+
+def own(**made: Callable[[Training], Any]) -> Change:
+    """A training with attributes that are made of it."""
+
+    def change(training: Training) -> None:
+        for name, make in made.items():
+            setattr(training, name, make(training))
 
     return change
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_check import Rank
+from tests.gates.steps import variant
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,28 +65,19 @@ class Returning(Replicated):
         return {"loss": loss.detach()} if rank.index == rank.size - 1 else None
 
 
-class OtherDecay(Replicated):
-    options = {"weight_decay": 0.5}
-
-
-def stepping(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> type[Replicated]:
-    """Return a configuration with another optimizer."""
-    return type("Stepping", (Replicated,), {"kind": kind, "options": options})
+def stepping(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
+    return variant(Replicated, kind=kind, options=options)
 
 
 class Sharded(Replicated):
-    """Tensor parallel along tp, if there is such an axis, and FSDP2 along dp; not for one device."""
+    """FSDP2 along dp; not for one device."""
 
     def divided(self, model: nn.Module) -> nn.Module:
-        mesh = self.rank.mesh
-        assert mesh is not None and self.rank.size > 1
-        if "tp" in (mesh.mesh_dim_names or ()):
-            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
+        assert self.rank.mesh is not None and self.rank.size > 1
+        fully_shard(model, mesh=self.rank.mesh["dp"])
         return model
 
     def part(self, samples: torch.Tensor) -> torch.Tensor:
-        assert self.rank.mesh is not None
         dp = self.rank.mesh["dp"]
         return samples.chunk(dp.size())[dp.get_local_rank()]
 
@@ -130,10 +121,6 @@ class TensorParallel(Replicated):
         return samples
 
 
-class BiasOnEveryRank(TensorParallel):
-    wrong = True
-
-
 class Mixture(nn.Module):
     """Experts, each for the samples that it is chosen for."""
 
@@ -168,10 +155,6 @@ class Experts(TensorParallel):
         self.optimizer.step()
 
 
-class ExpertsTimesTwo(Experts):
-    factor = 2.0
-
-
 class Dropped(Mlp):
     """Dropout in a function that is checkpointed."""
 
@@ -182,10 +165,6 @@ class Dropped(Mlp):
             return F.dropout(self.up(x), 0.5).relu()
 
         return self.down(checkpoint(inner, x, use_reentrant=False, preserve_rng_state=self.preserve))
-
-
-class DroppedAnew(Dropped):
-    preserve = False
 
 
 class DroppedInBfloat16(Dropped):
@@ -206,8 +185,6 @@ class OtherIfCompiled(Mlp):
 
 
 class Scaled(nn.Module):
-    """A model without any product of matrices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8))

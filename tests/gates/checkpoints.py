@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check import Rank, ScalingMismatch, assert_resume_continues
+from mgpu_check import Rank, assert_resume_continues
 from mgpu_check.gates.gate_arguments import RanksFixture
+from tests.gates.steps import raised_by
 
 
 def rng(rank: Rank) -> dict[str, Any]:
@@ -78,8 +78,4 @@ def training(
 
 
 def refuted(ranks: RanksFixture, train: Callable[..., Any], *mistakes: str, match: str, **options: Any) -> str:
-    """The report of `train`, whose mistakes are `mistakes`."""
-    with pytest.raises(ScalingMismatch, match=match) as caught:
-        assert_resume_continues(ranks, train, **options)
-    assert caught.value.mistakes == mistakes, str(caught.value)
-    return str(caught.value)
+    return str(raised_by(assert_resume_continues, ranks, train, *mistakes, match=match, **options))

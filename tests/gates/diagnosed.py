@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check import Rank
-from tests.gates.steps import Batch
+from mgpu_check import Rank, assert_step_scales
+from mgpu_check.gates.gate_arguments import RanksFixture
+from tests.gates.steps import Batch, raised
 
 
-@dataclass(frozen=True)
-class Diagnosed:
-    """A program.
-
-    Attributes:
-        step: as the gate wants it, with ``wrong`` as an option.
-        mistake: which it makes where `wrong` is set.
-        parting: in what ranks first part; "" where they do not.
-    """
-
-    step: Callable[..., Any]
-    mistake: str
+class Diagnosed(NamedTuple):
+    step: Callable[..., Any]  # with `wrong` as an option
+    mistake: str  # which it makes where `wrong` is set
     build: Callable[[], Any]
     batch: Callable[[int], Batch]
     reference: Callable[..., Any] | None
     samples: int
-    parting: str = ""
+    parting: str = ""  # in what ranks first part, where they do
 
 
 ALL: dict[str, Diagnosed] = {}
 
 
-def program(
-    mistake: str,
-    build: Callable[[], Any],
-    batch: Callable[[int], Batch],
-    reference: Callable[..., Any] | None,
-    samples: int,
-    parting: str = "",
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def program(*others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a step with the other fields of `Diagnosed`."""
+
     def put(step: Callable[..., Any]) -> Callable[..., Any]:
-        ALL[step.__name__] = Diagnosed(step, mistake, build, batch, reference, samples, parting)
+        ALL[step.__name__] = Diagnosed(step, *others)
         return step
 
     return put
@@ -84,6 +70,12 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def loss(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {"loss": F.mse_loss(model(batch[0]), batch[1])}
+
+
+def report(ranks: RanksFixture, step: Any, gate: Callable[..., None] = assert_step_scales, **options: Any) -> Any:
+    """The mismatch of a step on two ranks, by default of `mlp`."""
+    of: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 1}
+    return raised(gate, ranks, step, **of | options)
 
 
 # Norms
@@ -145,24 +137,6 @@ def drops_the_fraction_of_a_mean(model, batch, rank, wrong):
     total = torch.stack([x.sum(), torch.tensor(len(x))])
     dist.all_reduce(total)
     return {"length": (total[0] // total[1]).float() if wrong else total[0] / total[1]}
-
-
-# Running sums
-
-
-@program("reduced-again", mlp, regression, loss, 8)
-@torch.no_grad()
-def reduces_a_running_sum(model, batch, rank, wrong):
-    x, y = part(batch, rank)
-    total, count = torch.zeros(()), torch.zeros(())
-    last = len(x) // 2 - 1
-    for number, (some, right) in enumerate(zip(x.split(2), y.split(2), strict=True)):
-        total += F.mse_loss(model(some), right, reduction="sum")
-        count += len(some)
-        if wrong or number == last:
-            for value in (total, count):
-                dist.all_reduce(value)
-    return {"loss": total / count}
 
 
 # Collectives that autograd does not see
@@ -308,41 +282,3 @@ def writes_over_a_bucket(model, batch, rank, wrong):
         reduced.append(flat)
     for parameter, flat in zip(model.parameters(), reduced, strict=True):
         parameter.grad.copy_(flat.view_as(parameter) / rank.size)
-
-
-# Batches that are dropped
-
-
-def batches(batch: Batch, size: int, drop: bool) -> Iterator[Batch]:
-    length = len(batch[0])
-    for start in range(0, length - length % size if drop else length, size):
-        yield tuple(leaf[start : start + size] for leaf in batch)
-
-
-@program("samples-missed", mlp, regression, loss, 6)
-@torch.no_grad()
-def drops_the_last_batch(model, batch, rank, wrong):
-    total = torch.zeros(2)
-    for x, y in batches(part(batch, rank), 2, wrong):
-        total += torch.stack([F.mse_loss(model(x), y, reduction="sum"), torch.tensor(float(len(x)))])
-    dist.all_reduce(total)
-    return {"loss": total[0] / total[1]}
-
-
-# Gradients that differ, and are not each rank's own
-
-
-@program("gradients-not-synchronized", mlp, regression, backward, 4, "in backward, the norm of gradient of 0.weight")
-def leaves_parts_of_its_own_choice(model, batch, rank, wrong):
-    order = torch.randperm(len(batch[0]), generator=torch.Generator().manual_seed(5)).chunk(rank.size)[rank.index]
-    F.mse_loss(model(batch[0][order]), batch[1][order]).backward()
-    if not wrong:
-        synchronize(model, rank)
-
-
-@program("value-of-one-rank", mlp, regression, backward, 4, "of gradient of 0.weight")
-def mixes_gradients_by_rank(model, batch, rank, wrong):
-    backward(model, part(batch, rank))
-    synchronize(model, rank)
-    for parameter in model.parameters() if wrong else ():
-        parameter.grad = parameter.grad.roll(rank.index)

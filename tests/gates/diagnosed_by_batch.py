@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import Rank
-from tests.gates.diagnosed import gathered, mlp, part, program, regression, synchronize
+from tests.gates.diagnosed import mlp, part, program, regression, synchronize
 from tests.gates.steps import Batch
 
 
@@ -28,50 +27,6 @@ def weighed(model: nn.Module, batch: Batch, rank: Rank | None) -> None:
 def weighs_by_its_own_mean(model, batch, rank, wrong):
     weighed(model, part(batch, rank), None if wrong else rank)
     synchronize(model, rank)
-
-
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.router(x).softmax(-1)
-
-
-def balanced(model: nn.Module, batch: Batch, rank: Rank | None) -> None:
-    """Even out how often each expert is chosen. Small inputs are all sent to the expert of the largest bias."""
-    share = model(batch[0])
-    chosen = torch.eye(4)[share.argmax(-1).cpu()].to(share).mean(0)
-    if rank is not None:
-        dist.all_reduce(chosen)
-        chosen /= rank.size
-    (chosen * share.mean(0)).sum().backward()
-
-
-@program("batch-statistics-per-rank", Routed, regression, lambda model, batch: balanced(model, batch, None), 8)
-def balances_experts_for_itself(model, batch, rank, wrong):
-    balanced(model, part(batch, rank), None if wrong else rank)
-    synchronize(model, rank)
-
-
-class Keys(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 1)
-        self.register_buffer("queue", torch.zeros(8, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
-@program("buffers-drift", Keys, regression, None, 4)
-def queues_keys_of_its_own(model, batch, rank, wrong):
-    x, y = (leaf.to(rank.device).chunk(rank.size)[rank.index] for leaf in batch)
-    ddp = DDP(model.to(rank.device))
-    F.mse_loss(ddp(x), y).backward()
-    keys = x if wrong else torch.cat(gathered(x, rank))
-    model.queue[: len(keys)] = keys
 
 
 class Positions(nn.Module):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import random
 from typing import Any
 
 import torch
@@ -45,25 +43,8 @@ def train_sgd(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 class Seeded(nn.Sequential):
     def __init__(self, offset: int) -> None:
-        torch.manual_seed(100 + offset)  # where makes_a_model_of_its_own parts, where builds_apart parts
+        torch.manual_seed(100 + offset)  # where builds_apart parts
         super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-class OwnModel:
-    def __init__(self, model: nn.Module, rank: Rank, wrong: bool) -> None:
-        self.own = Seeded(rank.index)
-        for value in self.own.parameters() if not wrong else ():
-            dist.broadcast(value.data, src=0)
-        self.optimizer = torch.optim.SGD(self.own.parameters(), lr=0.1)
-
-    def __call__(self, model, batch, rank):
-        trains_together(self.own, batch, rank, self.optimizer)
-        return {"samples": len(batch[0])}
-
-
-@program("different-initialization", mlp, regression, None, 4, "in manual_seed, the seed")
-def makes_a_model_of_its_own(wrong):
-    return functools.partial(OwnModel, wrong=wrong)
 
 
 def seeded_by_rank() -> nn.Module:
@@ -80,62 +61,6 @@ def builds_apart(model, batch, rank, wrong):
         dist.broadcast(value.data, src=0)
     trains_together(model, batch, rank, torch.optim.SGD(model.parameters(), lr=0.1))
     return count(model, batch)
-
-
-# Parts of a model on each rank
-
-
-def experts() -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(6, 1) for _ in range(4))
-
-
-def added(model: nn.ModuleList, batch: Batch) -> dict[str, Any]:
-    with torch.no_grad():
-        return {"sum": sum(expert(batch[0]) for expert in model)}
-
-
-@program("world-size-factor", experts, regression, added, 4)
-@torch.no_grad()
-def averages_what_experts_add(model, batch, rank, wrong):
-    total = sum(model[number](batch[0]) for number in range(rank.index, len(model), rank.size))
-    dist.all_reduce(total)
-    return {"sum": total / rank.size if wrong else total}
-
-
-# Numbers that each rank draws
-
-
-def drops_layers(model: nn.Sequential, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    hidden = model[0](x)
-    return model[2](hidden if torch.rand((), generator=generator) < 0.5 else hidden.tanh())
-
-
-def drop_layers(model: nn.Sequential, batch: Batch) -> None:
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(4):
-        F.mse_loss(drops_layers(model, batch[0], generator), batch[1]).backward()
-
-
-@program("random-numbers-per-rank", mlp, regression, drop_layers, 4, "in Generator.manual_seed, the seed")
-def drops_other_layers(model, batch, rank, wrong):
-    seed = 5 + (rank.index if wrong else 0)
-    generator = torch.Generator().manual_seed(seed)  # where drops_other_layers parts
-    x, y = part(batch, rank)
-    for _ in range(4):
-        F.mse_loss(drops_layers(model, x, generator), y).backward()
-    synchronize(model, rank)
-
-
-def flips(model: nn.Module, batch: Batch, seed: int) -> None:
-    random.seed(seed)  # where flips_other_batches parts
-    for _ in range(4):
-        F.mse_loss(model(batch[0] if random.random() < 0.5 else -batch[0]), batch[1]).backward()
-
-
-@program("random-numbers-per-rank", mlp, regression, functools.partial(flips, seed=3), 4, "in random.seed, the seed")
-def flips_other_batches(model, batch, rank, wrong):
-    flips(model, part(batch, rank), 3 + (rank.index if wrong else 0))
-    synchronize(model, rank)
 
 
 # What ranks decide
@@ -175,19 +100,6 @@ def scales_down_by_itself(model, batch, rank, wrong):
             value.grad /= scale
         optimizer.step()
         scale *= 0.5 if wrong and rank.index == 1 else 1.0
-    return parameters(model)
-
-
-@program("decision-per-rank", mlp, regression, train_twice, 4, "in what they call: SGD")
-def stops_on_rank_1(model, batch, rank, wrong):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(2):
-        optimizer.zero_grad()
-        backward(model, part(batch, rank))
-        synchronize(model, rank)
-        if number == 0 or rank.index == 0 or not wrong:
-            optimizer.step()  # where stops_on_rank_1 parts
-        dist.all_reduce(torch.zeros(1))
     return parameters(model)
 
 
@@ -299,21 +211,6 @@ def keeps_a_running_loss(model, batch, rank, wrong):
 
 
 # Sums over ranks, where no rank parts from another
-
-
-def tanh_loss(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    return {"loss": F.mse_loss(model(batch[0]).tanh(), batch[1]).detach()}
-
-
-@program("partial-result-added-on-every-rank", mlp, regression, tanh_loss, 4)
-@torch.no_grad()
-def adds_a_bias_on_every_rank(model, batch, rank, wrong):
-    width = 8 // rank.size
-    mine = slice(rank.index * width, (rank.index + 1) * width)
-    hidden = F.linear(batch[0], model[0].weight[mine], model[0].bias[mine]).tanh()
-    total = F.linear(hidden, model[2].weight[:, mine], model[2].bias if wrong else None)
-    dist.all_reduce(total)
-    return {"loss": F.mse_loss((total if wrong else total + model[2].bias).tanh(), batch[1])}
 
 
 def near_one(n: int) -> Batch:

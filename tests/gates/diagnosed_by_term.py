@@ -7,40 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import Rank
 from tests.gates.diagnosed import mlp, part, program, regression, synchronize
 from tests.gates.steps import Batch
-
-
-class Router(nn.Module):
-    """Experts of one layer that are mixed by shares; the balance is a loss of the shares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shares = nn.Linear(6, 3)
-        self.experts = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shares = self.shares(x).softmax(-1)
-        return (shares * self.experts(x)).sum(-1, keepdim=True), shares.square().sum()
-
-
-def balanced(model: nn.Module, batch: Batch) -> None:
-    made, balance = model(batch[0])
-    (F.mse_loss(made, batch[1]) + 0.1 * balance / len(batch[0])).backward()
-
-
-@program("loss-term-factor", Router, regression, balanced, 8)
-def scales_the_balance_with_the_error(model, batch, rank, wrong):
-    """The loss is multiplied by the number of ranks, because it is divided by the global count; the balance is a
-    mean."""
-    x, y = (leaf.to(rank.device) for leaf in part(batch, rank))
-    made, balance = DDP(model.to(rank.device))(x)
-    error, mean = (made - y).square().sum() / len(batch[0]), 0.1 * balance / len(x)
-    loss = (error + mean) * rank.size if wrong else error * rank.size + mean
-    loss.backward()
 
 
 class WithLoss(torch.autograd.Function):
@@ -171,17 +141,6 @@ def from_both_ends(tokens: torch.Tensor, rank: Rank) -> torch.Tensor:
     return torch.cat([chunks[rank.index], chunks[-1 - rank.index]], 1).to(rank.device)
 
 
-def rolled(model: nn.Module, batch: Batch) -> None:
-    logits = model(batch[0]).flatten(0, 1)
-    F.cross_entropy(logits, batch[0].roll(-1, 1).flatten()).backward()
-
-
-@program("labels-shifted-after-split", reader, texts, rolled, 2)
-def rolls_each_part(model, batch, rank, wrong):
-    tokens, labels = (leaf.chunk(rank.size, 1)[rank.index].to(rank.device) for leaf in (batch[0], batch[0].roll(-1, 1)))
-    learn(model, tokens, tokens.roll(-1, 1) if wrong else labels, rank)
-
-
 @program("labels-shifted-after-split", reader, texts, read, 2)
 def shifts_parts_from_both_ends(model, batch, rank, wrong):
     tokens, labels = (from_both_ends(leaf, rank) for leaf in (batch[0], next_of(batch[0])))
@@ -199,18 +158,3 @@ def picks_labels_by_gather(model, batch, rank, wrong):
     (-(picked * (labels >= 0)).sum() / count).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-
-
-def averages_over_parts(model, batch, rank):
-    """The labels are right, and parts of unlike size count alike."""
-    tokens, labels = (leaf.chunk(rank.size, 1)[rank.index].to(rank.device) for leaf in (batch[0], next_of(batch[0])))
-    F.cross_entropy(model.to(rank.device)(tokens).flatten(0, 1), labels.flatten()).backward()
-    synchronize(model, rank)
-
-
-def shifts_parts_of_some_samples(model, batch, rank):
-    """Neighbours share the samples of their pair, each with a part of the sequence."""
-    pairs, parts = max(1, rank.size // 2), min(2, rank.size)
-    mine = batch[0].chunk(pairs)[rank.index // parts]
-    tokens = mine.chunk(parts, 1)[rank.index % parts].to(rank.device)
-    learn(model, tokens, next_of(tokens), rank)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -34,19 +34,6 @@ class Mlp(nn.Module):
         return self.norm(x + self.down(self.up(x).relu()))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.heads(x))
-
-    def heads(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +45,6 @@ class Words(nn.Module):
 
 def rows(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 6), torch.randn(n, 8)
-
-
-def sequences(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(n, 3, 8), torch.randn(n, 3, 8)
 
 
 def texts(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,8 +124,6 @@ class Step:
 
 
 class TensorParallel(Step):
-    """DTensors, by `parallelize_module`."""
-
     def divide(self) -> None:
         down = RowwiseParallel(output_layouts=Partial()) if self.wrong == MISSING else RowwiseParallel()
         parallelize_module(self.model, self.rank.mesh["tp"], {"up": ColwiseParallel(), "down": down})
@@ -188,15 +169,13 @@ class Megatron(Step):
         self.cut(self.model.up, "bias", 0)
         self.cut(self.model.down, "weight", 1)
 
-    def cut(self, module: nn.Module, name: str, dim: int, stride: int = 1) -> None:
-        """Leave each rank its chunk of each of `stride` equal parts."""
+    def cut(self, module: nn.Module, name: str, dim: int) -> None:
         mesh = self.rank.mesh["tp"]
-        parts = getattr(module, name).detach().chunk(stride, dim)
-        chunks = [part.chunk(mesh.size(), dim)[mesh.get_local_rank()] for part in parts]
-        self.put(module, name, torch.cat(chunks, dim), dim, stride)
+        chunk = getattr(module, name).detach().chunk(mesh.size(), dim)[mesh.get_local_rank()]
+        setattr(module, name, nn.Parameter(self.kept(chunk.clone())))
 
-    def put(self, module: nn.Module, name: str, shard: torch.Tensor, dim: int, stride: int) -> None:
-        setattr(module, name, nn.Parameter(shard))
+    def kept(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.wrong == MISSING else Copied.apply(x, self.group("tp"))
@@ -212,35 +191,6 @@ class Megatron(Step):
 
     def divided(self) -> torch.Tensor:
         return self.model.up.weight
-
-
-class MegatronInPlace(Megatron):
-    """By hand: the parameter stays, with less data, and with the attributes that Megatron sets."""
-
-    def put(self, module: nn.Module, name: str, shard: torch.Tensor, dim: int, stride: int) -> None:
-        parameter = getattr(module, name)
-        parameter.data = shard
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, stride
-
-
-class FusedAttention(Megatron):
-    """By hand: each rank has some heads, whose rows are in three places of the fused weight."""
-
-    def divide(self) -> None:
-        self.cut(self.model.qkv, "weight", 0, stride=3)
-        self.cut(self.model.qkv, "bias", 0, stride=3)
-        self.cut(self.model.out, "weight", 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = F.linear(self.model.heads(x), self.model.out.weight)
-        return x + (part if self.wrong == MISSING else self.reduced(part)) + self.model.out.bias
-
-    def divided(self) -> torch.Tensor:
-        return self.model.qkv.weight
-
-
-class FusedAttentionInPlace(FusedAttention, MegatronInPlace):
-    """The same with attributes."""
 
 
 class VocabularyParallel(Megatron):
@@ -268,41 +218,20 @@ class Sharded(Step):
     originals = False
 
     def divide(self) -> None:
-        self.inner = self.model
         self.model = FSDP(
             self.model,
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             device_id=self.rank.device,
             use_orig_params=self.originals,
             ignored_modules=[self.model.down] if self.wrong == MISSING else None,
-            **self.over(),
+            process_group=dist.new_subgroups(self.rank.size // 2)[0] if self.wrong == GROUP else None,
         )
-
-    def over(self) -> dict[str, Any]:
-        return {"process_group": dist.new_subgroups(self.rank.size // 2)[0]} if self.wrong == GROUP else {}
 
     def synchronize(self) -> None:
         """FSDP has done it."""
 
 
-class ShardedWithOriginals(Sharded):
-    originals = True
-
-
-class ShardedInNodes(Sharded):
-    """FSDP1 that shards within an axis, and replicates over another."""
-
-    data = ("replicate", "shard")
-
-    def over(self) -> dict[str, Any]:
-        if self.wrong == GROUP:
-            return {"process_group": self.group("shard")}
-        return {"device_mesh": self.rank.mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-
-
 class FullyShard(Step):
-    """FSDP2."""
-
     averages = True
 
     def divide(self) -> None:

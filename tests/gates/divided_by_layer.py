@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,8 +56,6 @@ class Staged(Step):
 
 
 class Scheduled(Staged):
-    """`torch.distributed.pipelining`."""
-
     schedule_class: Any = ScheduleGPipe
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor, elements: float) -> torch.Tensor:
@@ -75,34 +72,6 @@ class Scheduled(Staged):
         given = {"target": targets, "losses": losses} if self.index == self.size - 1 else {}
         schedule.step(*((inputs,) if self.index == 0 else ()), **given)
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
-
-
-class Interleaved(Scheduled):
-    schedule_class = ScheduleInterleaved1F1B
-    per_rank = 2
-
-
-class HandedOn(Staged):
-    """By hand: activations are sent to the next rank, and gradients back."""
-
-    def backward(self, inputs: torch.Tensor, targets: torch.Tensor, elements: float) -> torch.Tensor:
-        group, (part,) = self.group("pp"), self.parts.values()
-        if self.index:
-            dist.recv(inputs, group=group, group_src=self.index - 1)
-            inputs.requires_grad_()
-        output = part(inputs)
-        loss = torch.zeros(())
-        if self.index < self.size - 1:
-            dist.send(output.detach(), group=group, group_dst=self.index + 1)
-            gradient = torch.empty_like(output)
-            dist.recv(gradient, group=group, group_src=self.index + 1)
-            output.backward(gradient)
-        else:
-            loss = F.mse_loss(output, targets, reduction="sum") / elements
-            loss.backward()
-        if self.index:
-            dist.send(inputs.grad, group=group, group_dst=self.index - 1)
-        return loss.detach()
 
 
 class Mixture(nn.Module):
@@ -184,13 +153,3 @@ class SlimExperts(Experts):
     def divide(self) -> None:
         super().divide()
         self.model.experts = nn.ModuleList(self.own)
-
-
-class MegatronExperts(SlimExperts):
-    """Each rank makes its own experts anew, under new indices, with the attribute that Megatron gives them."""
-
-    def divide(self) -> None:
-        super().divide()
-        self.own = self.model.experts = copy.deepcopy(self.model.experts)
-        for parameter in self.own.parameters():
-            parameter.allreduce = False  # as Megatron sets it

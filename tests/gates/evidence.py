@@ -200,7 +200,6 @@ def _hold(case: Tensors, how: str, factor: float) -> None:
 
 @st.composite
 def elsewhere(draw: st.DrawFn, size: int, expected: Expected) -> Tensors:
-    """The case at another world size."""
     seen = [draw(observations(expected.single))]
     return Tensors(size, draw(st.integers(0, 9)), 1, expected, Relations(), seen, (), Hypotheses([], []))
 

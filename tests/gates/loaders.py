@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from mgpu_check import Rank, ScalingMismatch, assert_loader_covers
-from mgpu_check.gates.gate_arguments import RanksFixture
+from mgpu_check import Rank, assert_loader_covers
+from tests.gates.steps import raised_by
 
 
 def numbers(n: int) -> TensorDataset:
@@ -40,14 +40,7 @@ def sampled(
 
 
 def plain(rank: Rank) -> DataLoader[Any]:
-    """A loader of all samples, on each rank."""
     return DataLoader(numbers(24), batch_size=2)
 
 
-def refuted(
-    ranks: RanksFixture, make_loader: Callable[..., Any], *mistakes: str, match: str, **options: Any
-) -> ScalingMismatch:
-    with pytest.raises(ScalingMismatch, match=match) as caught:
-        assert_loader_covers(ranks, make_loader, **options)
-    assert caught.value.mistakes == mistakes, str(caught.value)
-    return caught.value
+refuted = functools.partial(raised_by, assert_loader_covers)

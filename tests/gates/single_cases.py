@@ -11,6 +11,7 @@ from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trial, Trials
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_MESH: Mapping[str, int] = MappingProxyType({})
 
 
 def failures(
@@ -32,3 +33,10 @@ def failures(
     if not failing:
         trials.coverage.finish(unjudged)
     return failing
+
+
+def failure(
+    ranks: RanksFixture, program: Program, size: int, samples: int, steps: int = 1, mesh: Mapping[str, int] = NO_MESH
+) -> Trial | None:
+    case = Scenario(size, samples, steps, mesh=tuple(mesh.items()))
+    return next(iter(failures(ranks, program, case)), None)

@@ -30,6 +30,14 @@ def batch(n: int) -> Batch:
     return torch.randn(n, 6), torch.randint(0, 3, (n,))
 
 
+def regression(n: int) -> Batch:
+    return torch.randn(n, 6), torch.randn(n, 3)
+
+
+def chunked(batch: Batch, rank: Rank) -> Batch:
+    return tuple(leaf.chunk(rank.size)[rank.index].to(rank.device) for leaf in batch)
+
+
 def mine(batch: Batch, rank: Rank) -> Batch:
     x, y = batch
     return x[rank.index :: rank.size].to(rank.device), y[rank.index :: rank.size].to(rank.device)
@@ -76,6 +84,10 @@ class Training:
         return {"loss": total}
 
 
+def variant(step: type, **attributes: Any) -> Any:
+    return type(step.__name__, (step,), attributes)
+
+
 # One case of each kind, and not the default of 24 in all, on two ranks, and not four as well: more of them take longer,
 # and show no more here. ALL world sizes are for what differs between them.
 FEW: dict[str, Any] = {"build": build, "batch": batch, "max_examples": 8, "world_sizes": [2]}
@@ -95,10 +107,26 @@ def refuted(
     **options: Any,
 ) -> str:
     """The report of `step`, whose first mistakes are `mistakes`."""
+    mismatch = raised(gate, ranks, step, match=match, **{**FEW, **options})
+    assert mismatch.mistakes[: len(mistakes)] == mistakes, str(mismatch)
+    return str(mismatch)
+
+
+def raised(
+    gate: Callable[..., None], ranks: RanksFixture, judged: Any, match: str = "", **options: Any
+) -> ScalingMismatch:
     with pytest.raises(ScalingMismatch, match=match or None) as caught:
-        gate(ranks, step, **{**FEW, **options})
-    assert caught.value.mistakes[: len(mistakes)] == mistakes, str(caught.value)
-    return str(caught.value)
+        gate(ranks, judged, **options)
+    return caught.value
+
+
+def raised_by(
+    gate: Callable[..., None], ranks: RanksFixture, judged: Any, *mistakes: str, match: str = "", **options: Any
+) -> ScalingMismatch:
+    """The mismatch of a gate that names just these mistakes."""
+    mismatch = raised(gate, ranks, judged, match, **options)
+    assert mismatch.mistakes == mistakes, str(mismatch)
+    return mismatch
 
 
 def row(report: str, name: str) -> list[str]:

@@ -10,17 +10,14 @@ import torch
 from mgpu_check import Configuration, NotCompared, ScalingMismatch, assert_steps_agree
 from mgpu_check.gates.gate_arguments import RanksFixture
 from tests.gates.agreed import (
-    BiasOnEveryRank,
     DecaysTwiceIfForeach,
     DecaysTwiceIfFused,
-    DroppedAnew,
+    Dropped,
     DroppedInBfloat16,
     Experts,
-    ExpertsTimesTwo,
     FailsIfFused,
     Mixture,
     Mlp,
-    OtherDecay,
     OtherInBfloat16,
     Replicated,
     Returning,
@@ -30,29 +27,19 @@ from tests.gates.agreed import (
     batch,
     stepping,
 )
+from tests.gates.steps import raised_by, variant
 
 pytestmark = pytest.mark.gpus(4)
 
 FEW: dict[str, Any] = {"build": Mlp, "batch": batch, "sizes": [4], "max_examples": 1}
 ALONE: dict[str, Any] = {"one_device": False}
-DDP, TP, WRONG_TP = (Configuration(step, 2) for step in (Replicated, TensorParallel, BiasOnEveryRank))
+DDP, TP, WRONG_TP = (
+    Configuration(step, 2) for step in (Replicated, TensorParallel, variant(TensorParallel, wrong=True))
+)
 
 
 def refuted(ranks: RanksFixture, steps: dict[str, Any], match: str, *mistakes: str, **options: Any) -> ScalingMismatch:
-    with pytest.raises(ScalingMismatch, match=match) as caught:
-        assert_steps_agree(ranks, steps, **FEW | options)
-    assert caught.value.mistakes == mistakes, str(caught.value)
-    return caught.value
-
-
-@pytest.mark.slow  # the page on model-parallel code has such a test
-def test_configurations_that_fit_on_no_device(ranks):
-    steps = {
-        "fsdp": Configuration(Sharded, {"dp": 4}),
-        "fsdp x tp": Configuration(Sharded, {"dp": 2, "tp": 2}),
-        "by hand": Configuration(TensorParallel, 4),
-    }
-    assert_steps_agree(ranks, steps, **FEW | ALONE)
+    return raised_by(assert_steps_agree, ranks, steps, *mistakes, match=match, **FEW | options)
 
 
 @pytest.mark.slow
@@ -80,7 +67,7 @@ def test_two_that_agree_show_the_wrong_one(ranks):
 def test_a_gradient_factor_of_experts(ranks):
     steps = {"ddp": DDP, "ep": Configuration(Experts, 4)}
     assert_steps_agree(ranks, steps, **FEW | ALONE | {"build": Mixture, "sizes": [8]})
-    steps["ep"] = Configuration(ExpertsTimesTwo, 2)
+    steps["ep"] = Configuration(variant(Experts, factor=2.0), 2)
     found = refuted(ranks, steps, "^ep and ddp differ: ", "world-size-factor", **ALONE, build=Mixture, sizes=[8])
     assert "if ddp is right and ep is wrong: gradient of experts.0.weight" in str(found)
     assert "are 2 times what ddp gives" in str(found)
@@ -88,7 +75,7 @@ def test_a_gradient_factor_of_experts(ranks):
 
 @pytest.mark.slow
 def test_steps_that_differ_on_one_device(ranks):
-    steps = {"ddp": DDP, "other": Configuration(OtherDecay, 2)}
+    steps = {"ddp": DDP, "other": Configuration(stepping(torch.optim.AdamW, weight_decay=0.5), 2)}
     found = refuted(ranks, steps, "^other and ddp differ, on one device already: ", "optimizer-differs")
     assert "if ddp is right and other is wrong: " in str(found)
     assert "weight_decay of up.weight is 0.5 on rank 0, and 0.01 on ddp" in str(found)
@@ -135,7 +122,7 @@ def test_options_that_the_step_uses_are_switched_off(ranks):
     ("axis", "build", "step", "match", "mistakes"),
     [
         pytest.param(
-            *("checkpointed", DroppedAnew, Replicated, "without its activation checkpointing", ()),
+            *("checkpointed", variant(Dropped, preserve=False), Replicated, "without its activation checkpointing", ()),
             marks=pytest.mark.slow,
         ),
         ("bfloat16", OtherInBfloat16, Replicated, "under autocast to bfloat16", ()),

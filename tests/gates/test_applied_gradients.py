@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.gates.run.step_recorder import AppliedGradients
-from tests.gates.steps import passes, refuted
+from tests.gates.steps import chunked, passes, refuted, regression, variant
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -19,16 +19,8 @@ def build():
     return nn.Linear(6, 3)
 
 
-def batch(n):
-    return torch.randn(n, 6), torch.randn(n, 3)
-
-
 def gate(judge, ranks, step, **options):
-    return judge(ranks, step, build=build, batch=batch, sizes=4, max_examples=1, **options)
-
-
-def part(batch, rank):
-    return (one.chunk(rank.size)[rank.index].to(rank.device) for one in batch)
+    return judge(ranks, step, build=build, batch=regression, sizes=4, max_examples=1, **options)
 
 
 def nesterov(parameters, **options):
@@ -48,7 +40,7 @@ class Step:
         return nesterov(model.parameters())
 
     def __call__(self, model, batch, rank):
-        x, y = part(batch, rank)
+        x, y = chunked(batch, rank)
         self.optimizer.zero_grad()
         F.mse_loss(self.net(x), y).backward()
         self.optimizer.step()
@@ -68,19 +60,11 @@ class Reference:
         return {name: parameter.grad for name, parameter in model.named_parameters()} if self.returns else None
 
 
-class ReturningReference(Reference):
-    returns = True
-
-
-class Returning(Step):
-    returns = True
-
-
 class Closed(Step):
     """The gradients appear within the step of the optimizer, as with Lightning and L-BFGS."""
 
     def __call__(self, model, batch, rank):
-        x, y = part(batch, rank)
+        x, y = chunked(batch, rank)
 
         def closure():
             self.optimizer.zero_grad()
@@ -108,10 +92,6 @@ class Averaging(Step):
                 parameter.grad /= rank.size
 
 
-class Summing(Averaging):
-    divided = False
-
-
 class Reducing(torch.optim.SGD):
     """An optimizer of the user that averages the gradients in its step."""
 
@@ -131,10 +111,6 @@ class InStep(Step):
         optimizer = Reducing(model.parameters(), lr=0.1)
         optimizer.times = self.times
         return optimizer
-
-
-class InStepTwice(InStep):
-    times = 2
 
 
 class Owned(torch.optim.Optimizer):
@@ -160,7 +136,7 @@ class Distributed(Step):
 
 @pytest.mark.parametrize(
     ("step", "reference"),
-    [(Returning, ReturningReference), (Closed, Reference), (Averaging, Reference)],
+    [(variant(Step, returns=True), variant(Reference, returns=True)), (Closed, Reference), (Averaging, Reference)],
 )
 def test_what_torch_writes_into_gradients_does_not_count(ranks, step, reference):
     gate(passes, ranks, step, reference=reference)
@@ -171,7 +147,9 @@ def test_optimizers_of_the_user_may_write_into_gradients(ranks, step):
     gate(passes, ranks, step)
 
 
-@pytest.mark.parametrize(("step", "reference"), [(Summing, Reference), (InStepTwice, None)])
+@pytest.mark.parametrize(
+    ("step", "reference"), [(variant(Averaging, divided=False), Reference), (variant(InStep, times=2), None)]
+)
 def test_gradients_that_are_reduced_wrongly_before_they_are_applied(ranks, step, reference):
     gate(refuted, ranks, step, match="gradient of weight", reference=reference)
 

@@ -64,11 +64,3 @@ def test_a_granted_tolerance(ranks):
     refuted(ranks, step)
     passes(ranks, step, tolerance=1e-2)
     refuted(ranks, step, tolerance={"gradient of 0.weight": 1e-2}, match=r"first gradient of 0\.bias")
-
-
-def test_what_is_observed(ranks):
-    def step(model, batch, rank):
-        right(model, batch, rank)
-        return {"rank": rank.index}
-
-    passes(ranks, step, observe=("grads", "params"), sizes=[4, 8], max_examples=1)

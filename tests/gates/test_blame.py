@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.gpus(2), pytest.mark.filterwarnings("ignore::FutureWar
 
 
 def is_here(name):
-    """Return whether this version of torch has the collective."""
     home = COLLECTIVES[name.partition(" ")[0]].homes[0]
     return hasattr(importlib.import_module(f"torch.distributed.{home}"), name.partition(" ")[0])
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from mgpu_check import ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.observations import (
     KINDS,
     CallEvent,
@@ -24,33 +23,17 @@ from mgpu_check.diagnosis.observations import (
     Result,
 )
 from mgpu_check.diagnosis.report import Attempts
-from mgpu_check.diagnosis.rules.collectives import gradient_cut
-from mgpu_check.diagnosis.rules.data import labels_shifted_after_split
-from mgpu_check.diagnosis.rules.decisions import right_on_one_rank
-from mgpu_check.diagnosis.rules.factors import off_by_world_size
-from mgpu_check.diagnosis.rules.gradients import (
-    adds_up_no_parts_of_an_activation,
-    adds_up_to_the_whole,
-    stays_as_backward_left_it,
-)
-from mgpu_check.diagnosis.rules.optimizers import makes_something_else
+from mgpu_check.diagnosis.rules import collectives, data, decisions, factors, gradients, optimizers
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.explanation.evidence import evidence_of
 from mgpu_check.gates.explanation.investigation import SecondLook
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
-from tests.gates import divided
-from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
+from tests.gates.diagnosed import backward, mlp, part, regression, report, synchronize
+from tests.gates.single_cases import failure
 
 pytestmark = pytest.mark.gpus(2)
-
-
-def refuted(ranks, step, **options: Any) -> ScalingMismatch:
-    given: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 1}
-    with pytest.raises(ScalingMismatch) as caught:
-        assert_step_scales(ranks, step, **{**given, **options})
-    return caught.value
 
 
 def spoiled(model, rank, by: float) -> None:
@@ -70,7 +53,7 @@ def gathers_into_another_memory_format(model, batch, rank):
 
 
 def test_a_gather_into_another_memory_format_that_arrives_as_it_is(ranks):
-    found = refuted(ranks, gathers_into_another_memory_format)
+    found = report(ranks, gathers_into_another_memory_format)
     assert "memory-formats-differ" not in found.mistakes, str(found)
 
 
@@ -115,8 +98,8 @@ def divides_layers(model, batch, rank, adds: bool):
 
 def test_parts_of_the_gradient_of_an_activation_are_to_be_added_up(ranks):
     right = Program(functools.partial(divides_layers, adds=True), Block, regression)
-    assert Trials(ranks, right, frozenset(KINDS), None, "right").run(Scenario(2, 4)) is None
-    found = refuted(ranks, functools.partial(divides_layers, adds=False), build=Block)
+    assert failure(ranks, right, 2, 4) is None
+    found = report(ranks, functools.partial(divides_layers, adds=False), build=Block)
     assert found.mistakes[0] == "gradients-not-synchronized", str(found)
     assert "the output of norm: their sum is the gradient of one device" in str(found)
 
@@ -151,7 +134,7 @@ def by_sgd(model, batch) -> None:
 
 
 def test_the_step_of_an_optimizer_within_another_one_counts_once(ranks):
-    found = refuted(ranks, trains_by_a_wrapper, reference=by_sgd)
+    found = report(ranks, trains_by_a_wrapper, reference=by_sgd)
     assert "decision-per-rank" not in found.mistakes, str(found)
     assert "has stepped" not in str(found)
 
@@ -189,7 +172,7 @@ def loses_its_groups(model, batch, rank):
 
 @pytest.mark.slow
 def test_a_broadcast_of_a_parameter_that_does_not_change_has_lost_nothing(ranks):
-    found = refuted(ranks, loses_its_groups, build=with_a_head_of_zeros)
+    found = report(ranks, loses_its_groups, build=with_a_head_of_zeros)
     assert found.mistakes == ("optimizer-differs",), str(found)
 
 
@@ -199,7 +182,7 @@ def test_what_is_off_by_little_is_not_lost_and_a_reference_is_given_because_the_
             raise RuntimeError("for several ranks")
         is_off_by_little(model, batch, rank)
 
-    found = refuted(ranks, step, reference=backward)
+    found = report(ranks, step, reference=backward)
     assert "world size 1" not in str(found) and "result-discarded" not in found.mistakes, str(found)
 
 
@@ -228,7 +211,7 @@ def test_a_message_to_another_stage_cuts_no_gradient(name, blamed):
     relations = Relations(held={weight: {"one device": False}}, wrong={weight: [0, 1]})
     trace = RankTrace([CallEvent("collective", name, "train.py:9", {"tensors": [sent]})])
     seen = ObservedRun(values={weight: torch.zeros(2)})
-    found = gradient_cut(case(seen, seen, traces=(trace, trace), relations=relations))
+    found = collectives.gradient_cut(case(seen, seen, traces=(trace, trace), relations=relations))
     assert (found is not None) is blamed
 
 
@@ -249,7 +232,7 @@ def test_parts_of_a_gradient_add_up(parts, whole, apart, named):
     relations = Relations(held={weight: {"one device": False}}, wrong={weight: [0, 1]}, split=[weight] * apart)
     traces = [RankTrace(groups=((0, 1),), gradients={"norm": part_of_it}) for part_of_it in parts]
     seen = ObservedRun(values={weight: torch.zeros(2)})
-    found = adds_up_no_parts_of_an_activation(
+    found = gradients.adds_up_no_parts_of_an_activation(
         case(seen, seen, traces=traces, alone=RankTrace(gradients={"norm": whole}), relations=relations)
     )
     assert (found is not None) is named
@@ -276,7 +259,7 @@ def test_gradients_of_ranks_add_up(parts, of_others, whole, named):
     seen = [ObservedRun(values={local: value, other: of_others * PARTS[0]}) for value in parts]
     found = case(*seen, traces=(RankTrace(), RankTrace()), relations=relations)
     found.expected.exact.update({local: whole.double(), other: PARTS[0].double()})
-    assert (adds_up_to_the_whole(found) is not None) is named
+    assert (gradients.adds_up_to_the_whole(found) is not None) is named
 
 
 @pytest.mark.parametrize(
@@ -297,7 +280,7 @@ def test_other_settings_explain_the_only_step(decay, wrong, steps, named):
     seen = [ObservedRun(values=values, settings=settings, optimizer_steps=steps) for settings in of_ranks]
     found = case(*seen, traces=(RankTrace(), RankTrace()), relations=relations)
     found.expected.single.settings, found.expected.single.optimizer_steps = of_ranks[0], steps
-    said = makes_something_else(found)
+    said = optimizers.makes_something_else(found)
     assert ("weight_decay of a is 0.3 on rank 1" in str(said)) is named
 
 
@@ -312,15 +295,18 @@ TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 8, 0, 7, 4)
     ("alone", "by_rank", "shifted"),
     [
         ((*TEXT, *TEXT[::-1]), ((*TEXT[:5], *TEXT[::-1][:5]), (*TEXT[6:11], *TEXT[::-1][6:11])), True),
+        # neighbours share a sample
+        ((*TEXT, *TEXT[::-1]), (TEXT[:5], TEXT[6:11], TEXT[::-1][:5], TEXT[::-1][6:11]), True),
         ((*TEXT, *TEXT[::-1]), (TEXT, TEXT[::-1]), False),  # samples, and no parts
         ((0, 1, 0, 1, 0, 0, 1, 1), ((0, 0, 0, 1), (0, 0, 1, 1)), False),  # so few may be the next ones by chance
     ],
 )
 def test_labels_are_shifted_where_it_is_no_chance(alone, by_rank, shifted):
-    found = labels_shifted_after_split(
+    found = data.labels_shifted_after_split(
         case(traces=[picks(*values) for values in by_rank], alone=picks(*alone), samples=2)
     )
     assert (found is not None) is shifted
+    assert found is None or "within each of 2 parts of the sequence" in found.evidence
 
 
 def trains_alone(model, batch, rank):
@@ -333,43 +319,17 @@ def test_gradients_of_own_backward_passes_are_blamed_only_if_combining_them_make
     failed = trials.run(Scenario(2, 4))
     assert failed is not None
     tensors = SecondLook(trials, failed, [2], Attempts()).taken()
-    found = stays_as_backward_left_it(tensors)
+    found = gradients.stays_as_backward_left_it(tensors)
     assert found is not None and found.mistake == "gradients-not-synchronized"
     assert "with their mean over ranks 0-1 the step is right" in found.evidence
-    assert stays_as_backward_left_it(dataclasses.replace(tensors, tried=tensors.tried[:-1])) is None
-
-
-@pytest.mark.slow
-@pytest.mark.gpus(4)
-def test_gradients_that_differ_since_an_output_is_not_added_up(ranks):
-    step = functools.partial(divided.Megatron, wrong=divided.MISSING)
-    of: dict[str, Any] = {"build": divided.Mlp, "batch": divided.rows, "sizes": [16], "max_examples": 3}
-    found = refuted(ranks, step, world_sizes=None, meshes=[{"dp": 2, "tp": 2}], **of)
-    assert "gradients-not-synchronized" not in found.mistakes, str(found)
-
-
-def averages_parameters(model, batch, rank):
-    """AdamW steps with gradients of one rank; the mean of its steps is not the step of the mean."""
-    trains_alone(model, batch, rank)
-    torch.optim.AdamW(model.parameters(), lr=0.01).step()
-    model.zero_grad()
-    for parameter in model.parameters() if rank.size > 1 else ():
-        dist.all_reduce(parameter.data)
-        parameter.data /= rank.size
-
-
-@pytest.mark.slow
-def test_an_optimizer_that_steps_with_gradients_of_its_own(ranks):
-    found = refuted(ranks, averages_parameters)
-    assert found.mistakes[0] == "gradients-not-synchronized", str(found)
-    assert "AdamW" in str(found) and "with their mean over ranks 0-1 the step is right" in str(found)
+    assert gradients.stays_as_backward_left_it(dataclasses.replace(tensors, tried=tensors.tried[:-1])) is None
 
 
 @pytest.mark.parametrize(("of_gradient", "named"), [([1], True), ([0, 1], False)])
 def test_a_parameter_that_is_right_by_chance_on_one_rank(of_gradient, named):
     parameter, gradient = Result("params", "a"), Result("grads", "a")
     relations = Relations(held={}, wrong={parameter: [1], gradient: of_gradient}, split=[gradient, parameter])
-    found = right_on_one_rank(
+    found = decisions.right_on_one_rank(
         case(
             *(ObservedRun(digests={parameter: of}) for of in "ab"),
             traces=(RankTrace(), RankTrace()),
@@ -383,7 +343,6 @@ RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 def scaled(size: int, samples: int, by: Any) -> Tensors:
-    """A gradient that is scaled on all ranks."""
     gradient, trace = Result("grads", "a"), RankTrace()
     relations = Relations(held={}, wrong={gradient: [*range(size)]})
     seen = [ObservedRun(values={gradient: by * RIGHT}) for _ in range(size)]
@@ -407,7 +366,7 @@ MIXED = torch.tensor([0.5, 0.5, 1.0, 1.0])
 )
 def test_a_factor_that_equals_the_world_size_by_chance(samples, elsewhere, named):
     here = dataclasses.replace(scaled(2, 2, 0.5), elsewhere=scaled(4, samples, elsewhere))
-    found = off_by_world_size(evidence_of(here, Attempts()))
+    found = factors.off_by_world_size(evidence_of(here, Attempts()))
     assert (found is not None) is named
 
 
@@ -415,4 +374,4 @@ def test_a_factor_that_equals_the_size_of_a_group_at_each_world_size():
     here = dataclasses.replace(scaled(2, 2, 0.5), elsewhere=scaled(4, 8, 0.5))
     for trace in here.traces:
         trace.groups = ((0, 1), (0, 1))  # the world, and a group of two
-    assert off_by_world_size(evidence_of(here, Attempts())) is not None
+    assert factors.off_by_world_size(evidence_of(here, Attempts())) is not None

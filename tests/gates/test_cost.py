@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -84,14 +85,6 @@ class Narrow(Counted):
                 for name, value in found[0].values.items()
             }
         return found
-
-
-def test_rounding_within_operators_is_granted_without_float64(ranks):
-    trials, narrow = _trials(ranks, kind=Narrow)
-    for seed in range(3):
-        assert trials.run(Scenario(2, 6, seed=seed)) is None
-    assert narrow.ran["measure_provisionally"] == narrow.ran["measure_slightly_moved"] == 3
-    assert not narrow.ran["measure"]
 
 
 class Racing(Counted):
@@ -199,12 +192,6 @@ def _unstable(model: nn.Module, batch: Any, rank: Any) -> None:
     (summed(DDP(model.to(rank.device)), batch, rank) * torch.finfo(torch.float32).max).backward()
 
 
-def test_what_is_not_finite_is_measured_in_full(ranks):
-    trials, counted = _trials(ranks, _unstable)
-    trials.run(Scenario(2, 6))
-    assert counted.ran["measure_provisionally"] == counted.ran["measure"] == 1
-
-
 _WIDE = LARGE // 20
 """Neurons of a layer whose model, with its gradients, is large."""
 
@@ -235,7 +222,6 @@ def test_what_ranks_measure_together_is_what_one_measures(ranks):
     done = ranks._run_apart(measure_in_parts, [(program, scenario, [run], elements) for run in RUNS[:2]])
     done += ranks._run_apart(measure_in_parts, [(program, scenario, RUNS[2:], elements)])
     together = of_parts(program, [part for parts in done for part in parts], elements)
-    assert together is not None
     assert together.provisional and together.drawn == alone.drawn and together.narrow == alone.narrow
     assert together.single.rng == alone.single.rng and together.single.touched == alone.single.touched
     assert together.tolerance.keys() == alone.tolerance.keys()
@@ -244,14 +230,6 @@ def test_what_ranks_measure_together_is_what_one_measures(ranks):
         assert torch.allclose(together.tolerance[name], value, rtol=1e-3), name
     # Without one of the runs the case is undecided.
     assert of_parts(program, [*(part for parts in done[:2] for part in parts)], elements) is None
-
-
-def test_wrong_large_steps_are_refuted(ranks):
-    trials, counted = _trials(ranks, tutorial, of=_large)
-    for seed in range(2):
-        failed = trials.run(Scenario(2, 5, seed=seed))
-        assert failed is not None and not failed.expected.provisional
-    assert counted.ran["measure_in_parts apart"] == 1
 
 
 class Adaptive:
@@ -263,29 +241,12 @@ class Adaptive:
         torch.optim.Adam(model.parameters(), lr=0.01).step()
 
 
-def test_one_rank_measures_large_steps_that_ask_for_more_runs(ranks):
-    trials, counted = _trials(ranks, Adaptive(), of=_large)
-    for seed in range(2):
-        assert trials.run(Scenario(2, 5, seed=seed)) is None
-    assert counted.ran["measure_provisionally"] == 2
-    assert not counted.ran["measure_in_parts apart"]
-
-
 class Unstable:
     """A step whose results are not finite for the second of several seeds."""
 
     def __call__(self, model: nn.Module, batch: Any, rank: Any) -> Any:
         right(model, batch, rank)
         return {"size": batch[0].new_tensor(torch.inf if torch.initial_seed() == 2 else 1.0)}
-
-
-def test_what_ranks_cannot_tell_together_is_measured_by_one(ranks):
-    trials, counted = _trials(ranks, Unstable(), of=_large)
-    for seed in range(3):
-        trials.run(Scenario(2, 5, seed=seed))
-    assert counted.ran["measure_in_parts apart"] == 1, "and it is not tried again"
-    assert counted.ran["measure_provisionally"] == 3
-    assert counted.ran["measure"] == 1
 
 
 def _dies(*arguments: Any) -> None:
@@ -300,24 +261,45 @@ class Crowded(Counted):
         raise AssertionError("it has not died")
 
 
-def test_one_rank_measures_large_steps_where_several_die_of_it(ranks):
-    trials, crowded = _trials(ranks, kind=Crowded, of=_large)
-    for seed in range(3):
-        assert trials.run(Scenario(2, 5, seed=seed)) is None
-    assert trials.completed[2, ()] == 3
-    assert crowded.ran["_dies apart"] == 1, "and it is not tried again"
-    assert crowded.ran["measure_provisionally"] == 3
+def even_only(model: nn.Module, batch: Any, rank: Any) -> None:
+    if len(batch[0]) % 2:
+        raise ValueError("batches of this step are even")
+    right(model, batch, rank)
 
 
-def test_a_large_step_that_one_device_refuses_is_not_judged(ranks):
-    def even_only(model: nn.Module, batch: Any, rank: Any) -> None:
-        if len(batch[0]) % 2:
-            raise ValueError("batches of this step are even")
-        right(model, batch, rank)
+PARTS = "measure_in_parts apart"
+COSTS: dict[str, tuple[Any, Any, Any, Sequence[int], bool | None, dict[str, int]]] = {
+    "rounding within operators": (
+        *(right, Narrow, build, (6, 6, 6), False),
+        {"measure_provisionally": 3, "measure_slightly_moved": 3, "measure": 0},
+    ),
+    "not finite": (_unstable, Counted, build, (6,), None, {"measure_provisionally": 1, "measure": 1}),
+    "large and wrong": (tutorial, Counted, _large, (5, 5), True, {PARTS: 1}),
+    "large, of more runs": (Adaptive(), Counted, _large, (5, 5), False, {"measure_provisionally": 2, PARTS: 0}),
+    # What ranks cannot tell together, or die of, is measured by one, and it is not tried again.
+    "large, not finite": (
+        *(Unstable(), Counted, _large, (5, 5, 5), None),
+        {PARTS: 1, "measure_provisionally": 3, "measure": 1},
+    ),
+    "large, of which ranks die": (
+        *(right, Crowded, _large, (5, 5, 5), False),
+        {"_dies apart": 1, "measure_provisionally": 3},
+    ),
+    # All but the first, by which it is known to be large.
+    "large, refused by one device": (even_only, Counted, _large, (6, 5, 6), False, {PARTS: 2, "measure": 0}),
+}
 
-    trials, counted = _trials(ranks, even_only, of=_large)
-    for seed, samples in enumerate((6, 5, 6)):
-        assert trials.run(Scenario(2, samples, seed=seed)) is None
-    assert trials.completed[2, ()] == 2 and trials._refusals.keys() == {(2, ())}
-    assert counted.ran["measure_in_parts apart"] == 2, "all but the first, by which it is known to be large"
-    assert not counted.ran["measure"]
+
+@pytest.mark.parametrize("name", COSTS)
+def test_each_case_is_measured_no_more_than_it_needs(ranks, name):
+    step, kind, model, samples, wrong, ran = COSTS[name]
+    trials, counted = _trials(ranks, step, kind=kind, of=model)
+    failed = [trials.run(Scenario(2, number, seed=seed)) for seed, number in enumerate(samples)]
+    assert {call: counted.ran[call] for call in ran} == ran
+    if wrong is None:
+        return
+    assert all((trial is not None and not trial.expected.provisional) if wrong else trial is None for trial in failed)
+    refused = step is even_only
+    assert trials.completed[2, ()] == len(samples) - refused and trials._refusals.keys() == (
+        {(2, ())} if refused else set()
+    )

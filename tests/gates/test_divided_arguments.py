@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from mgpu_check import NotCompared, ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.observations import KINDS, Relations, Result
@@ -35,8 +34,17 @@ ROWS: dict[str, Any] = {"build": steps.build, "batch": steps.batch, **FEW}
 class InDouble(divided.VocabularyParallel):
     """Keeps its shard in another dtype, so that no values identify the slice."""
 
-    def put(self, module, name, shard, dim, stride):
-        setattr(module, name, nn.Parameter(shard.double() if self.rank.size > 1 else shard))
+    def kept(self, shard):
+        return shard.double() if self.rank.size > 1 else shard
+
+
+class Marked(InDouble):
+    """Has the attributes that Megatron sets."""
+
+    def divide(self):
+        super().divide()
+        weight = self.model.words.weight
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
 
 
 def of_function(name, rank):
@@ -56,17 +64,18 @@ def failed(*case: Any, **options: Any) -> Relations:
 
 
 @pytest.mark.parametrize(
-    "placement",
+    ("step", "placement"),
     [
-        {"words.weight": 0},
-        {"words.*": {"tp": 0}},
-        {"head.*": "whole", "*": ("words.weight", {"tp": 0})},
-        of_function,
+        (InDouble, {"words.weight": 0}),
+        (InDouble, {"words.*": {"tp": 0}}),
+        (InDouble, {"head.*": "whole", "*": ("words.weight", {"tp": 0})}),
+        (InDouble, of_function),
+        (Marked, None),
     ],
-    ids=["dimension", "axis", "name", "function"],
+    ids=["dimension", "axis", "name", "function", "attributes"],
 )
-def test_a_placement_that_is_declared(ranks, placement):
-    trials, failure = tried(ranks, TP[0], InDouble, divided.Words, divided.texts, placement=placement)
+def test_a_placement_that_is_declared(ranks, step, placement):
+    trials, failure = tried(ranks, TP[0], step, divided.Words, divided.texts, placement=placement)
     assert failure is None
     trials.finish([*trials.completed], {})
 
@@ -132,7 +141,6 @@ def total(model, batch, rank, wrong):
 )
 def test_a_failure_names_the_axes_that_it_needs(ranks, wrong, axes, size):
     trials, failure = tried(ranks, {"dp": 2, "tp": 2}, functools.partial(total, wrong=wrong), steps.build, steps.batch)
-    assert failure is not None
     smallest, needed = shrunk_to_axes(trials, failure)
     assert needed == axes and smallest.scenario.world_size == size
 
@@ -217,37 +225,6 @@ def test_ranks_whose_values_count_must_agree(ranks):
     assert [*relations.wrong.values()] == [[1]]
 
 
-# References
-
-
-class Reference:
-    """Keeps its optimizer over steps."""
-
-    def __init__(self, model):
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
-
-    def __call__(self, model, batch, world_size):
-        assert world_size == 2
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        self.optimizer.step()
-        self.scheduler.step()
-        return {"loss": loss.detach()}
-
-
-@pytest.mark.slow
-def test_a_reference_may_be_a_class(ranks):
-    options: dict[str, Any] = {**ROWS, "world_sizes": [2]}
-    assert_step_scales(ranks, steps.Training, reference=Reference, **options)
-    with pytest.raises(ScalingMismatch, match="steps 2"):  # the optimizer is another each time
-        assert_step_scales(
-            ranks, steps.Training, reference=lambda m, batch: Reference(m)(m, batch, world_size=2), **options
-        )
-
-
 # What slices tell
 
 
@@ -265,19 +242,6 @@ class Halved(divided.Megatron):
 def test_a_gap_is_told(ranks):
     details = failed(ranks, TP[0], Halved, divided.Mlp, divided.rows).details
     assert "no rank holds dim 0: 8 to 15 of 16" in details.values()
-
-
-class Unsynchronized(divided.Megatron):
-    def synchronize(self):
-        """Ranks that hold the same slices train them apart."""
-
-
-@pytest.mark.slow
-def test_replicas_of_a_slice_must_agree(ranks):
-    with pytest.raises(ScalingMismatch) as caught:
-        assert_step_scales(ranks, Unsynchronized, meshes=[{"dp": 2, "tp": 2}], **MLP)
-    assert "fails when dp > 1, for any tp; passes with tp alone" in str(caught.value)
-    assert steps.row(str(caught.value), "gradient of up.weight")[3:5] == ["NO", "NO"]
 
 
 class NotGathered(divided.FlatShards):

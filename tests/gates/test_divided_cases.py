@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mgpu_check import Rank
-from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.gate_arguments import Program
-from mgpu_check.gates.search.scenarios import Scenario
-from mgpu_check.gates.search.trials import Trial, Trials
 from mgpu_check.numerics.placement import Unplaced, Wholes
+from tests.gates.single_cases import failure
+from tests.gates.steps import build, variant
 
 pytestmark = pytest.mark.gpus(4)
 
@@ -58,7 +56,6 @@ class StagesOfSlices:
     def __init__(self, model: Towers, rank: Rank, wrong: bool = False) -> None:
         self.wrong = wrong
         model.to(rank.device)
-        assert rank.mesh is not None
         model.cut(rank.mesh.get_local_rank("tp"), rank.mesh["tp"].size())
         mine = model.towers()[rank.mesh.get_local_rank("pp") :: rank.mesh["pp"].size()]
         self.towers = mine
@@ -68,9 +65,7 @@ class StagesOfSlices:
     def __call__(self, model: Towers, batch: torch.Tensor, rank: Rank) -> None:
         self.optimizer.zero_grad()
         train(self.towers, batch.to(rank.device))
-        gradient = self.towers[0].weight.grad
-        assert gradient is not None
-        gradient.mul_(self.scale)
+        self.towers[0].weight.grad.mul_(self.scale)
         self.optimizer.step()
 
 
@@ -88,7 +83,7 @@ class FlatBiases:
     def __call__(self, model: Towers, batch: torch.Tensor, rank: Rank) -> None:
         model.zero_grad()
         train(model.towers(), batch.to(rank.device))
-        flat = torch.cat([bias.grad for bias in self.biases if bias.grad is not None])
+        flat = torch.cat([bias.grad for bias in self.biases])
         self.part.grad = flat.chunk(rank.size)[rank.index] * (2.0 if self.wrong and rank.index == 1 else 1.0)
         self.optimizer.step()
         parts = [torch.empty_like(self.part) for _ in range(rank.size)]
@@ -114,7 +109,7 @@ class FlatSlices:
 
     def __call__(self, model: Towers, batch: torch.Tensor, rank: Rank) -> None:
         train(self.model.towers(), batch.to(rank.device))
-        self.flat.grad = torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
+        self.flat.grad = torch.cat([one.grad.flatten() for one in self.model.parameters()])
         if self.wrong and rank.index == 1:
             self.flat.grad[:3] *= 2
         self.model.zero_grad()
@@ -131,10 +126,6 @@ class FlatCopy(FlatSlices):
 
     def taken(self, model: Towers, rank: Rank) -> Towers:
         return copy.deepcopy(model)
-
-
-def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
 class ShardedCopy:
@@ -154,16 +145,6 @@ class ShardedCopy:
             self.optimizer.step()
 
 
-class OneRankOfACopyNeverSteps(ShardedCopy):
-    wrong = True
-
-
-class OneRankNeverSteps(ShardedCopy):
-    """The states of the optimizer are those of some ranks: to gather them would let these wait."""
-
-    copies, wrong = False, True
-
-
 class OtherOrderOnSomeRanks(ShardedCopy):
     """The optimizers of ranks have the same parameters in another order: states of DTensors are gathered all the
     same."""
@@ -176,33 +157,25 @@ class OtherOrderOnSomeRanks(ShardedCopy):
         self.optimizer = torch.optim.Adam(parameters[::-1] if rank.index else parameters, lr=0.1)
 
 
-def failure(ranks: Any, step: Any, build: Any, mesh: dict[str, int], steps: int = 2) -> Trial | None:
-    """Return the failure of one case; None if it holds, and all parameters were compared."""
-    trials = Trials(ranks, Program(step, build, rows), frozenset(KINDS), None, "step")
-    case = Scenario(math.prod(mesh.values()) if mesh else 2, 4, steps, mesh=tuple(mesh.items()))
-    failed = trials.run(case)
-    if failed is None:
-        trials.finish([case.place], {})
-    return failed
-
-
 @pytest.mark.parametrize(
     ("step", "mesh"), [(StagesOfSlices, {"pp": 2, "tp": 2}), (FlatBiases, {}), (FlatSlices, {}), (FlatCopy, {})]
 )
 def test_it_passes_and_its_twin_is_refuted(ranks: Any, step: Any, mesh: dict[str, int]) -> None:
-    assert failure(ranks, step, Towers, mesh) is None
-    failed = failure(ranks, functools.partial(step, wrong=True), Towers, mesh)
+    size = 4 if mesh else 2
+    assert failure(ranks, Program(step, Towers, rows), size, 4, steps=2, mesh=mesh) is None
+    failed = failure(ranks, Program(functools.partial(step, wrong=True), Towers, rows), size, 4, steps=2, mesh=mesh)
     assert failed is not None and failed.error is None
 
 
 @pytest.mark.parametrize("step", [ShardedCopy, OtherOrderOnSomeRanks])
 def test_a_copy_that_a_library_divides_passes(ranks: Any, step: Any) -> None:
-    assert failure(ranks, step, layers, {}) is None
+    assert failure(ranks, Program(step, build, rows), 2, 4, steps=2) is None
 
 
-@pytest.mark.parametrize("step", [OneRankOfACopyNeverSteps, OneRankNeverSteps])
-def test_a_shard_that_is_not_stepped_is_refuted_by_its_values(ranks: Any, step: Any) -> None:
-    failed = failure(ranks, step, layers, {}, steps=1)
+# The states of the optimizer are those of some ranks: to gather them would let these wait.
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_shard_that_is_not_stepped_is_refuted_by_its_values(ranks: Any, copies: bool) -> None:
+    failed = failure(ranks, Program(variant(ShardedCopy, copies=copies, wrong=True), build, rows), 2, 4)
     assert failed is not None and failed.error is None
 
 

@@ -10,43 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_check import Rank, ScalingMismatch, assert_step_scales
-from mgpu_check.diagnosis.evidence import UnfinishedCall
-from mgpu_check.diagnosis.observations import KINDS
-from mgpu_check.diagnosis.report import Attempts
-from mgpu_check.diagnosis.rules.order import findings_of_calls
+from mgpu_check import Rank
 from mgpu_check.gates.gate_arguments import Program
-from mgpu_check.gates.search.scenarios import Scenario
-from mgpu_check.gates.search.trials import Trials
-from mgpu_check.processes.collective_records import Entered
 from mgpu_check.torch_hooks.collective_arguments import own_groups
-from tests.gates.steps import FEW
+from tests.gates.diagnosed import mlp, report, synchronize
+from tests.gates.single_cases import failure
+from tests.gates.steps import chunked
 
 pytestmark = pytest.mark.gpus(4)
-
-
-def build() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 6), 2 * torch.randn(n, 1) + 3
 
 
-def synchronize(model: nn.Module, size: int) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= size
-
-
-def own(batch, rank):
-    """Neighbouring samples."""
-    return (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
-
-
 def trains(model, rank, x, y) -> None:
     nn.functional.mse_loss(model.to(rank.device)(x), y).backward()
-    synchronize(model, rank.size)
+    synchronize(model, rank)
 
 
 def pairs(rank) -> list[Any]:
@@ -55,7 +35,7 @@ def pairs(rank) -> list[Any]:
 
 def centered(model, batch, rank, group):
     """Targets are centered by the mean over a group, whose statistics travel together."""
-    x, y = own(batch, rank)
+    x, y = chunked(batch, rank)
     statistics = torch.stack([torch.tensor(float(len(y)), device=rank.device), y.sum()])
     dist.all_reduce(statistics, group=group)
     trains(model, rank, x, y - statistics[1] / statistics[0])
@@ -77,24 +57,15 @@ class ReducesAgain:
         self.model = model.to(rank.device)
 
     def __call__(self, model, batch, rank):
-        x, y = own(batch, rank)
+        x, y = chunked(batch, rank)
         model.total += x.sum(0).double()
         dist.all_reduce(model.total)  # what was reduced before is still in it
         model.zero_grad()
         trains(model.layer, rank, x, y)
 
 
-def named(ranks, step, of=build, **options) -> ScalingMismatch:
-    with pytest.raises(ScalingMismatch) as caught:
-        assert_step_scales(
-            ranks, step, **{**FEW, "build": of, "batch": batch, "sizes": 8, "max_examples": 1, **options}
-        )
-    return caught.value
-
-
-def holds(ranks, program: Program) -> bool:
-    trials = Trials(ranks, program, frozenset(KINDS), None, "right")
-    return trials.run(Scenario(2, 4)) is None and trials.completed[2, ()] == 1
+def named(ranks, step, of=mlp, **options) -> Any:
+    return report(ranks, step, **{"build": of, "batch": batch, "sizes": 8, **options})
 
 
 def test_a_collective_in_the_wrong_group(ranks):
@@ -102,25 +73,6 @@ def test_a_collective_in_the_wrong_group(ranks):
     assert found.mistakes[0] == "wrong-process-group"
     assert "runs over ranks 0-1, ranks 2-3; over ranks 0-3 the step is right" in str(found)
     assert "test_experiments.py:" in str(found)
-
-
-def centered_in_pairs(model, batch, rank):
-    """The world is right on two ranks only; the code has groups of two, but does not use them."""
-    pairs(rank)
-    centered(model, batch, rank, None)
-
-
-def pairs_alone(model, batch, world_size):
-    x, y = batch
-    y = torch.cat([part - part.mean() for part in y.chunk(max(1, world_size // 2))])
-    nn.functional.mse_loss(model(x), y).backward()
-
-
-@pytest.mark.slow
-def test_a_collective_belongs_into_groups_that_ranks_make_one_after_the_other(ranks):
-    found = named(ranks, centered_in_pairs, world_sizes=[4], reference=pairs_alone)
-    assert found.mistakes[0] == "wrong-process-group", str(found)
-    assert "runs over ranks 0-3; over ranks 0-1, ranks 2-3 the step is right" in str(found)
 
 
 def test_groups_of_other_ranks_are_not_among_those_of_a_rank(ranks):
@@ -150,21 +102,6 @@ def test_a_wrong_step_that_no_change_puts_right_is_named_by_none(ranks):
     assert "the step is right" not in str(found)
 
 
-def waiting(name: str, number: int, options: str, group: str = "") -> Entered:
-    return Entered(name, number, "", group, "float32[2]", options, "", "train.py", 7, "inside")
-
-
-def test_a_group_whose_member_waits_for_a_message_is_too_wide():
-    calls = UnfinishedCall(
-        2, 4, "ranks 0-1 did not finish", hung="ranks 0-1 did not finish", last={1: waiting("all_reduce", 1, "sum")}
-    )
-    waits = {0: waiting("recv", 0, "src=1")}
-    wide = UnfinishedCall(**{**vars(calls), "messages": waits})
-    assert [finding.mistake for finding in findings_of_calls(wide, 1, Attempts())] == ["wrong-process-group"]
-    other = UnfinishedCall(**{**vars(calls), "messages": {0: waiting("recv", 0, "src=3")}})
-    assert "wrong-process-group" not in [finding.mistake for finding in findings_of_calls(other, 2, Attempts())]
-
-
 # Each change makes a planted mistake right; the twin passes.
 
 
@@ -175,7 +112,7 @@ def reduced(value: torch.Tensor, rank: Rank, op: Any = dist.ReduceOp.SUM) -> tor
 
 def scaled_by(model, batch, rank, scale) -> None:
     """Targets are divided by a number that depends on all samples."""
-    x, y = own(batch, rank)
+    x, y = chunked(batch, rank)
     trains(model, rank, x, y / scale(y))
 
 
@@ -194,30 +131,13 @@ def by_a_sum_for_a_mean(model, batch, rank, wrong):
 
 def by_its_own_number(model, batch, rank, wrong):
     """Each rank's samples are weighed by where they are in the batch; that is each rank's own."""
-    x, y = own(batch, rank)
+    x, y = chunked(batch, rank)
     first = torch.tensor(float(rank.index * len(x)), device=rank.device)
     if wrong:
         dist.all_reduce(first)
     weights = (torch.linspace(0, len(x) - 1, len(x), device=rank.device) + first).sin().unsqueeze(1)
     nn.functional.mse_loss(weights * model.to(rank.device)(x), y).backward()
-    synchronize(model, rank.size)
-
-
-def by_pieces(model, batch, rank, wrong):
-    """All rows are compared with all; the first half of them are of another kind."""
-    x, y = own(batch, rank)
-    made = model.to(rank.device)(x)
-    both = [made, y]
-    if wrong:
-        both = [torch.cat(both)]
-    whole = []
-    for one in both:
-        parts = [torch.empty_like(one) for _ in range(rank.size)]
-        dist.all_gather(parts, one.detach())
-        whole += parts
-    all_made, all_wanted = torch.cat(whole).chunk(2)
-    (made * (all_wanted - all_made).flip(0).chunk(rank.size)[rank.index]).mean().backward()
-    synchronize(model, rank.size)
+    synchronize(model, rank)
 
 
 @pytest.mark.parametrize(
@@ -230,18 +150,13 @@ def by_pieces(model, batch, rank, wrong):
             marks=pytest.mark.slow,
         ),
         pytest.param(by_its_own_number, "wrong-reduction", "each rank needs its own value", marks=pytest.mark.slow),
-        pytest.param(
-            *(by_pieces, "gathered-in-other-order"),
-            "with the rows of each rank in 2 pieces, and the first pieces of all ranks",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_the_change_that_makes_a_step_right_names_its_mistake(ranks, program, mistake, evidence):
     found = named(ranks, functools.partial(program, wrong=True))
     assert found.mistakes[0] == mistake, str(found)
     assert evidence in str(found)
-    assert holds(ranks, Program(functools.partial(program, wrong=False), build, batch))
+    assert failure(ranks, Program(functools.partial(program, wrong=False), mlp, batch), 2, 4) is None
 
 
 def projection() -> nn.Module:
@@ -250,7 +165,7 @@ def projection() -> nn.Module:
 
 def contrasts(model, batch, rank, wrong):
     """Each sample must find its own key among those of all samples; targets continue from rank to rank."""
-    x, _ = own(batch, rank)
+    x, _ = chunked(batch, rank)
     keys = [x[:, :3].contiguous(), x[:, 3:].contiguous()]
     candidates = []
     for key in [torch.cat(keys)] if wrong else keys:
@@ -259,11 +174,11 @@ def contrasts(model, batch, rank, wrong):
         candidates += parts
     targets = torch.arange(len(x), device=rank.device) + rank.index * len(x)
     nn.functional.cross_entropy(model.to(rank.device)(x) @ torch.cat(candidates).T, targets).backward()
-    synchronize(model, rank.size)
+    synchronize(model, rank)
 
 
 def test_targets_that_go_on_from_rank_to_rank_do_not_restart(ranks):
     found = named(ranks, functools.partial(contrasts, wrong=True), of=projection)
     assert found.mistakes[0] == "gathered-in-other-order", str(found)
     assert "with the rows of each rank in 2 pieces, and the first pieces of all ranks" in str(found)
-    assert holds(ranks, Program(functools.partial(contrasts, wrong=False), projection, batch))
+    assert failure(ranks, Program(functools.partial(contrasts, wrong=False), projection, batch), 2, 4) is None

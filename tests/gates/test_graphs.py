@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check import ScalingMismatch, assert_step_scales
+from tests.gates.steps import variant
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -27,7 +28,6 @@ def batch(n):
 
 
 def eager(model, batch):
-    """The step without a graph, on one device."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
     loss = F.mse_loss(model(batch[0]), batch[1])
@@ -80,25 +80,17 @@ class Captured:
         return {"loss": mean}
 
 
-class CapturedWithViews(Captured):
-    as_view = True
-
-
-class FirstBatchForEver(Captured):
-    copies = False
-
-
 FEW: dict[str, Any] = {"build": build, "batch": batch, "sizes": 4, "max_examples": 1}
 
 
-@pytest.mark.parametrize("step", [Captured, CapturedWithViews])
-def test_a_captured_step_passes(ranks, step):
-    assert_step_scales(ranks, step, reference=eager, **FEW)
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_captured_step_passes(ranks, as_view):
+    assert_step_scales(ranks, variant(Captured, as_view=as_view), reference=eager, **FEW)
 
 
 def test_a_step_that_does_not_copy_its_input_is_refuted(ranks):
     with pytest.raises(ScalingMismatch, match="samples-missed") as caught:
-        assert_step_scales(ranks, FirstBatchForEver, reference=eager, **FEW)
+        assert_step_scales(ranks, variant(Captured, copies=False), reference=eager, **FEW)
     assert "decision-per-rank" not in str(caught.value)  # the steps of replays count
 
 
@@ -116,37 +108,3 @@ def streams_are_fresh(rank):
 def test_ranks_have_fresh_streams_after_each_call(ranks):
     ranks.run(leave_a_capture, size=2)
     assert ranks.run(streams_are_fresh, size=2) == [(0, 0)] * 2
-
-
-class Graphed:
-    """The model alone in a graph of its own for forward and for backward, with gradients that are averaged by hand."""
-
-    averages = True
-
-    def __init__(self, model, rank):
-        self.model = model.to(rank.device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.graphed = False
-
-    def __call__(self, model, batch, rank):
-        x, y = (t.chunk(rank.size)[rank.index].to(rank.device) for t in batch)
-        if not self.graphed:
-            torch.cuda.make_graphed_callables(self.model, (x.clone(),))
-            self.graphed = True
-        self.optimizer.zero_grad()
-        F.mse_loss(self.model(x), y).backward()
-        for parameter in self.model.parameters() if self.averages else ():
-            torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= rank.size
-        self.optimizer.step()
-
-
-class NotAveraged(Graphed):
-    averages = False
-
-
-@pytest.mark.slow
-def test_a_graphed_model_passes_and_is_refuted_where_its_gradients_stay_apart(ranks):
-    assert_step_scales(ranks, Graphed, **FEW)
-    with pytest.raises(ScalingMismatch, match="gradients-not-synchronized"):
-        assert_step_scales(ranks, NotAveraged, **FEW)

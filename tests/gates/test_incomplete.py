@@ -180,26 +180,6 @@ def test_a_shard_in_place_of_a_parameter_is_no_other_start(ranks):
     assert "different-initialization" not in caught.value.mistakes
 
 
-def pipeline(model, batch, rank):
-    """Ranks reduce tensors of unlike sizes, in groups of their own: no two of them are one running sum."""
-    groups = [dist.new_group([index]) for index in range(rank.size)]
-    model.to(rank.device)
-    model(batch.to(rank.device)).sum().backward()
-    total = {}
-    for number, parameter in enumerate(model.parameters()):
-        given = parameter.grad.flatten()[: 2 * (1 + rank.index + number)].clone()
-        dist.all_reduce(given, group=groups[rank.index])
-        total[str(number)] = given.sum()
-    return total
-
-
-@pytest.mark.slow
-@pytest.mark.gpus(2)
-def test_sums_of_unlike_sizes_are_no_running_sum(ranks):
-    with pytest.raises(ScalingMismatch, match="returned 0"):
-        gate(ranks, pipeline)
-
-
 @pytest.mark.parametrize(("steps", "told"), [(0, FirstWrong(1, 0, None)), (1, None)])
 def test_a_step_that_is_not_on_record_was_not_left_out(steps, told):
     name, one = Result("grads", "weight"), torch.ones(2)

@@ -55,25 +55,6 @@ def test_scaled_batches_reach_a_limit_on_the_norm(ranks):
     passes(ranks, functools.partial(step, late=True), build=linear, **ONE_SIZE)
 
 
-@pytest.mark.slow  # the page of the mistake has such a program
-def test_scaled_batches_near_the_limit_of_float16(ranks):
-    def step(model, batch, rank, late=False):
-        model.to(rank.device)
-        loss = model(batch[0][rank.index :: rank.size].to(rank.device)).sum() * rank.size / len(batch[0])
-        loss.backward()
-        for parameter in model.parameters():
-            half = (parameter.grad / (1 if late else rank.size)).half()
-            dist.all_reduce(half)
-            parameter.grad = half.float() / (rank.size if late else 1)
-
-    def positive(n):
-        return (torch.rand(n, 6) + 0.5,)
-
-    options: dict[str, Any] = {"build": linear, "batch": positive, **ONE_SIZE}
-    refuted(ranks, functools.partial(step, late=True), "low-precision-overflow", match="scaled", **options)
-    passes(ranks, step, **options)
-
-
 class Forgetful(Training):
     def __call__(self, model, batch, rank):
         if rank.size == 1:

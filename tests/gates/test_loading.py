@@ -158,11 +158,17 @@ def one_by_one(rank, made=lambda x: (x, x[:, 0] * 2)):
         ({"world_sizes": []}, "world_sizes is empty"),
         ({"world_sizes": 2}, "world_sizes is 2"),
         ({"key": lambda batch: [{}]}, "gave a dict, which is not hashable"),
+        ({"make_loader": one_by_one, "epochs": 1}, r"yielded twice, though epochs is 1.* if it yields batches"),
     ],
 )
 def test_misuse(ranks, options, match):
     with pytest.raises(ValueError, match=match):
-        assert_loader_covers(ranks, sampled, **options)
+        assert_loader_covers(ranks, **{"make_loader": sampled, **options})
+
+
+def drawn(rank):
+    sampler = WeightedRandomSampler([1.0] * 24, 24, generator=torch.Generator().manual_seed(3))
+    return DataLoader(numbers(24), batch_size=2, sampler=sampler)
 
 
 BATCHES = "if it yields batches, return a loader"
@@ -171,6 +177,7 @@ BATCHES = "if it yields batches, return a loader"
 @pytest.mark.parametrize(
     ("make", "match"),
     [
+        (drawn, "as WeightedRandomSampler does, pass epochs=1"),
         (DataLoader(numbers(4)), "make_loader is a DataLoader"),
         (lambda rank: torch.ones(3), "returned a Tensor"),
         (lambda rank: None, "returned a NoneType"),
@@ -188,20 +195,6 @@ BATCHES = "if it yields batches, return a loader"
 def test_what_is_no_loader(ranks, make, match):
     with pytest.raises(ValueError, match=match):
         assert_loader_covers(ranks, make)
-
-
-def test_sampling_with_replacement_is_for_one_epoch(ranks):
-    def drawn(rank):
-        sampler = WeightedRandomSampler([1.0] * 24, 24, generator=torch.Generator().manual_seed(3))
-        return DataLoader(numbers(24), batch_size=2, sampler=sampler)
-
-    with pytest.raises(ValueError, match="as WeightedRandomSampler does, pass epochs=1"):
-        assert_loader_covers(ranks, drawn, world_sizes=[2])
-
-
-def test_batches_one_by_one_in_one_epoch(ranks):
-    with pytest.raises(ValueError, match=r"yielded twice, though epochs is 1.* if it yields batches"):
-        assert_loader_covers(ranks, one_by_one, epochs=1)
 
 
 def test_what_looks_like_these_and_is_right(ranks):

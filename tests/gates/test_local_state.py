@@ -5,24 +5,16 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.single_cases import failures
+from tests.gates.steps import build, chunked, regression, variant
 
 pytestmark = pytest.mark.gpus(2)
 
 INNER = 2
-
-
-def build():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def batch(n):
-    return torch.randn(n, 6), torch.randn(n, 3)
 
 
 def steps(optimizer, model, x, y):
@@ -30,10 +22,6 @@ def steps(optimizer, model, x, y):
         optimizer.zero_grad()
         F.mse_loss(model(a), b).backward()
         optimizer.step()
-
-
-def parts(batch, rank):
-    return (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
 
 
 class Base:
@@ -52,7 +40,7 @@ class FedAvg(Base):
 
     def __call__(self, model, batch, rank):
         local = copy.deepcopy(model)
-        steps(torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9), local, *parts(batch, rank))
+        steps(torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9), local, *chunked(batch, rank))
         for p, q in zip(model.parameters(), local.parameters(), strict=True):
             mean = q.detach().clone()
             self.mean(mean, rank)
@@ -83,10 +71,6 @@ class RefFedAvg:
             p.data.copy_(sum(q.detach() for q in qs) / world_size)
 
 
-class RefWithoutMomentum(RefFedAvg):
-    momentum = 0
-
-
 class InPlace(Base):
     """Local SGD as most write it: the model itself is trained, then averaged."""
 
@@ -94,21 +78,10 @@ class InPlace(Base):
         self.optimizer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.1)
 
     def __call__(self, model, batch, rank):
-        steps(self.optimizer, model, *parts(batch, rank))  # leaves gradients of each rank's own
+        steps(self.optimizer, model, *chunked(batch, rank))  # leaves gradients of each rank's own
         with torch.no_grad():
             for p in model.parameters():
                 self.mean(p, rank)
-
-
-class InPlaceMomentum(InPlace):
-    """Each rank keeps the momentum of its own inner optimizer."""
-
-    def __init__(self, model, rank):
-        self.optimizer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.1, momentum=0.9)
-
-
-class RefInPlaceMomentum(RefFedAvg):
-    keeps = True
 
 
 class DiLoCo(Base):
@@ -121,7 +94,7 @@ class DiLoCo(Base):
 
     def __call__(self, model, batch, rank):
         self.local.load_state_dict(model.state_dict())
-        steps(self.inner, self.local, *parts(batch, rank))
+        steps(self.inner, self.local, *chunked(batch, rank))
         for p, q in zip(model.parameters(), self.local.parameters(), strict=True):
             p.grad = p.detach() - q.detach()
             self.mean(p.grad, rank)
@@ -144,44 +117,10 @@ class RefDiLoCo(RefFedAvg):
         self.outer.step()
 
 
-class LossWeight:
-    """Not local: a learnable weight beside the model, which ranks must keep equal."""
-
-    wrong = ""
-
-    def __init__(self, model, rank):
-        model.to(rank.device)
-        self.scale = nn.Parameter(torch.ones(3, device=rank.device))
-        self.optimizer = torch.optim.SGD([*model.parameters(), self.scale], lr=0.1)
-
-    def __call__(self, model, batch, rank):
-        x, y = parts(batch, rank)
-        self.optimizer.zero_grad()
-        F.mse_loss(model(x) * self.scale, y).backward()
-        for p in (*model.parameters(), *(() if self.wrong else (self.scale,))):
-            dist.all_reduce(p.grad)
-            p.grad /= rank.size
-        self.optimizer.step()
-
-
-class RefLossWeight:
-    def __init__(self, model):
-        self.scale = nn.Parameter(torch.ones(3))
-        self.optimizer = torch.optim.SGD([*model.parameters(), self.scale], lr=0.1)
-
-    def __call__(self, model, batch):
-        self.optimizer.zero_grad()
-        F.mse_loss(model(batch[0]) * self.scale, batch[1]).backward()
-        self.optimizer.step()
-
-
 CASES = {
     "fedavg": (FedAvg, RefFedAvg),
-    "in-place": (InPlace, RefWithoutMomentum),
-    "momentum": (InPlaceMomentum, RefInPlaceMomentum),
+    "in-place": (InPlace, variant(RefFedAvg, momentum=0)),
     "diloco": (DiLoCo, RefDiLoCo),
-    "loss-weight": (LossWeight, RefLossWeight),
-    "loss-weight-alone": (LossWeight, None),
 }
 SEVERAL_STEPS = Scenario(2, 8, steps=2)
 
@@ -189,18 +128,17 @@ SEVERAL_STEPS = Scenario(2, 8, steps=2)
 @pytest.mark.parametrize("name", CASES)
 def test_state_of_its_own_need_not_agree(ranks, name):
     step, reference = CASES[name]
-    program = Program(step, build, batch, reference)
+    program = Program(step, build, regression, reference)
     assert failures(ranks, program, Scenario(2, 8), SEVERAL_STEPS) == []
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_model_that_ranks_share_must(ranks, name):
     step, reference = CASES[name]
-    wrong = type(step.__name__, (step,), {"wrong": "sum"})
-    assert failures(ranks, Program(wrong, build, batch, reference), SEVERAL_STEPS) != []
+    assert failures(ranks, Program(variant(step, wrong="sum"), build, regression, reference), SEVERAL_STEPS) != []
 
 
 def test_a_pattern_may_name_what_is_local(ranks):
-    program = Program(FedAvg, build, batch, RefFedAvg)
+    program = Program(FedAvg, build, regression, RefFedAvg)
     pattern = {"parameter * of group *": "replicas of a rank"}
     assert failures(ranks, program, Scenario(2, 8), SEVERAL_STEPS, unjudged=pattern) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from mgpu_check import assert_step_scales
-from mgpu_check.errors import ScalingMismatch
+from tests.gates.steps import chunked, passes, refuted, regression
 
 
 class Shadowing(nn.Linear):
@@ -27,7 +27,7 @@ class Shadowing(nn.Linear):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.extra = Shadowing(2, 1), nn.ModuleList()
+        self.layer, self.extra = Shadowing(6, 3), nn.ModuleList()
         setattr(self, "buffers", [])  # noqa: B010  # as the wrapper of Megatron has
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,28 +41,18 @@ class Net(nn.Module):
         raise RuntimeError("named_parameters was called")
 
 
-def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(n, 2), torch.randn(n, 1)
-
-
-def summed(model: Net, batch: Any, rank: Any, divisor: int = 1) -> None:
-    inputs, targets = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+def summed(model: Net, batch: Any, rank: Any, averaged: bool = False) -> None:
+    inputs, targets = chunked(batch, rank)
     optimizer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.1)
     mse_loss(model(inputs), targets).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= divisor
+        parameter.grad /= rank.size if averaged else 1
     optimizer.step()
-
-
-def averaged(model: Net, batch: Any, rank: Any) -> None:
-    summed(model, batch, rank, rank.size)
 
 
 @pytest.mark.gpus(2)
 def test_replaced_methods_of_modules_are_not_called(ranks):
-    options: dict[str, Any] = {"build": Net, "batch": batch, "sizes": [2], "max_examples": 1}
-    assert_step_scales(ranks, averaged, **options)
-    with pytest.raises(ScalingMismatch) as found:
-        assert_step_scales(ranks, summed, **options)
-    assert found.value.mistakes[0] == "world-size-factor"
+    options: dict[str, Any] = {"build": Net, "batch": regression, "sizes": [2], "max_examples": 1}
+    passes(ranks, functools.partial(summed, averaged=True), **options)
+    refuted(ranks, summed, "world-size-factor", **options)

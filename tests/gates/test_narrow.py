@@ -1,30 +1,20 @@
 """Steps in bfloat16 and float16: right ones pass, and what is lost or doubled shows through their rounding."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check import NotCompared
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.single_cases import failures
+from tests.gates.steps import build, chunked, regression, variant
 
 pytestmark = pytest.mark.gpus(4)
 
 RATE = 0.5
 PLAIN, SEVERAL_STEPS = Scenario(2, 8), Scenario(2, 8, steps=2)
-
-
-def build(dtype=None):
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-
-
-def batch(n):
-    return torch.randn(n, 6), torch.randn(n, 3)
 
 
 class Plain:
@@ -41,7 +31,7 @@ class Plain:
         return model(x.bfloat16() if self.dtype == torch.bfloat16 else x.half())
 
     def __call__(self, model, batch, rank):
-        x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+        x, y = chunked(batch, rank)
         model.zero_grad()
         F.mse_loss(self.forward(model, x).float(), y).backward()
         several = rank.size > 1
@@ -57,14 +47,6 @@ class Plain:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(rate * parameter.grad)
-
-
-class Float16(Plain):
-    dtype = torch.float16
-
-
-class Buckets(Plain):
-    wire = torch.float32
 
 
 class Masters(Plain):
@@ -89,19 +71,19 @@ class Autocast(Plain):
             return model(x)
 
 
-STEPS = [Plain, Float16, Buckets, Masters, Autocast]
+STEPS = [Plain, variant(Plain, dtype=torch.float16), Masters, Autocast]
 
 
 def built(step):
-    return functools.partial(build, None if issubclass(step, Autocast) else step.dtype)
+    return build if issubclass(step, Autocast) else lambda: build().to(step.dtype)
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_right_steps_pass_and_lost_and_doubled_updates_do_not(ranks, step):
     scaled = Scenario(2, 4, change="scaled")
-    assert failures(ranks, Program(step, built(step), batch), PLAIN, SEVERAL_STEPS, scaled) == []
+    assert failures(ranks, Program(step, built(step), regression), PLAIN, SEVERAL_STEPS, scaled) == []
     for wrong in ("not updated", "twice", "not synchronized"):
-        program = Program(type(step.__name__, (step,), {"wrong": wrong}), built(step), batch)
+        program = Program(variant(step, wrong=wrong), built(step), regression)
         assert failures(ranks, program, PLAIN) != [], wrong
 
 
@@ -115,7 +97,7 @@ class Cancelling(Plain):
 
 def test_a_tolerance_that_proves_nothing_says_what_to_give(ranks):
     with pytest.raises(NotCompared, match="give a tolerance with tolerance=, or a reference= that computes in float32"):
-        failures(ranks, Program(Cancelling, built(Plain), batch), PLAIN, SEVERAL_STEPS)
+        failures(ranks, Program(Cancelling, built(Plain), regression), PLAIN, SEVERAL_STEPS)
 
 
 class Compressed(Plain):
@@ -133,5 +115,5 @@ class Compressed(Plain):
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_rounding_of_each_part_of_a_sum_is_granted(ranks, dtype):
-    step = type("Compressed", (Compressed,), {"dtype": dtype})
-    assert failures(ranks, Program(step, build, batch), *(Scenario(4, 9, seed=seed) for seed in range(6))) == []
+    cases = [Scenario(4, 9, seed=seed) for seed in range(6)]
+    assert failures(ranks, Program(variant(Compressed, dtype=dtype), build, regression), *cases) == []

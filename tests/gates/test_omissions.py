@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mgpu_check import NotCompared, ScalingMismatch
+from mgpu_check import ScalingMismatch
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.run.measurement import measure
 from mgpu_check.gates.search.scenarios import Scenario
@@ -47,31 +47,6 @@ def test_large_results_do_not_stand_for_gradients(ranks):
         return {"inputs": batch[0].repeat(20, 1)}
 
     refuted(ranks, step, "gradients-not-synchronized", sizes=[4], max_examples=1)
-
-
-def test_an_account_under_the_names_of_parameters_does(ranks):
-    def step(model, batch, rank):
-        unsynchronized(model, batch, rank)
-        account = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        for value in account.values():
-            dist.all_reduce(value)
-            value /= rank.size
-        return account
-
-    assert failures(ranks, Program(step, build, batch), Scenario(2, 5)) == []
-
-
-def test_parts_of_parameters_need_something_to_be_judged_by(ranks):
-    def step(model, batch, rank):
-        model[0].weight = nn.Parameter(torch.randn(8 // rank.size, 6))
-
-    with pytest.raises(
-        NotCompared, match=r"at world size 2: 0\.weight: its values before the first step are nowhere"
-    ) as e:
-        passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)), **ONE)
-    assert e.value.names == ("0.weight",)
-    program = Program(step, lambda: nn.Sequential(nn.Linear(6, 8)), batch)
-    assert failures(ranks, program, Scenario(2, 2), unjudged={"*.weight": "drawn anew by each rank"}) == []
 
 
 def test_a_reference_alone_decides_how_exact_a_count_must_be(ranks):

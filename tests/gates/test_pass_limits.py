@@ -12,6 +12,7 @@ from mgpu_check.gates.comparison.coverage import PassLimits
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import has_equal_lengths
 from mgpu_check.gates.step_gate import micro_batches_of
+from tests.gates.steps import build, chunked, regression
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 MASK = torch.tensor([[True, True, True], [True, False, False]])
@@ -73,16 +74,8 @@ def test_lengths_of_samples(batch, equal):
     assert has_equal_lengths([batch]) is equal
 
 
-def build():
-    return nn.Linear(6, 3)
-
-
-def batch(n):
-    return torch.randn(n, 6), torch.randn(n, 3)
-
-
 def accumulating(cut, model, batch, rank):
-    x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    x, y = chunked(batch, rank)
     parts = list(zip(cut(x), cut(y), strict=True))
     for a, b in parts:
         (F.mse_loss(model.to(rank.device)(a), b) / len(parts)).backward()
@@ -107,7 +100,7 @@ def test_the_number_of_micro_batches(ranks, cut, count):
     def step(model, batch, rank):
         accumulating(cut, model, batch, rank)
 
-    assert micro_batches_of(ranks, Program(step, build, batch)) == count
+    assert micro_batches_of(ranks, Program(step, build, regression)) == count
 
 
 @pytest.mark.gpus(2)
@@ -115,7 +108,7 @@ def test_the_number_of_micro_batches(ranks, cut, count):
     ("wrong", "match"), [({"micro_batches": 0}, "int of at least 1"), ({"micro_batches": 2, "sizes": [4]}, "give both")]
 )
 def test_arguments(ranks, wrong, match):
-    options = {"build": build, "batch": batch, "sizes": "divisible", **wrong}
+    options = {"build": build, "batch": regression, "sizes": "divisible", **wrong}
     with pytest.raises(ValueError, match=match):
         assert_step_scales(ranks, lambda *_: None, **options)
 
@@ -125,7 +118,7 @@ def test_a_step_that_does_not_run_alone_has_no_micro_batches(ranks):
     def step(model, batch, rank):
         assert rank.size > 1
 
-    assert micro_batches_of(ranks, Program(step, build, batch)) == 1
+    assert micro_batches_of(ranks, Program(step, build, regression)) == 1
 
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""Right programs raise no alarm, and a flipped bit in one of their gradients does; by the benchmark of the gate."""
+"""The benchmarks of gates: right programs raise no alarm, a flipped bit does, and planted mistakes change a result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,20 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of the benchmark, which is no part of a package; `programs` is beside it."""
+def benchmark_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Import a module of the benchmarks, which are no package."""
     before = {*sys.modules}
     with monkeypatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("gate")
+        yield importlib.import_module
     for name in {*sys.modules} - before:
         if name.partition(".")[0] in ("gate", "programs"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def gate(benchmark_of: Callable[[str], Any]) -> Any:
+    return benchmark_of("gate")
 
 
 # One for each way to train on several ranks; the others differ from them in their models.
@@ -99,3 +105,42 @@ def test_the_command_writes_its_figures(tmp_path):
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert json.loads(out.read_text())["of each"]["metrics"] >= 8
+
+
+# A mistake is planted only where it changes what a drawn program computes (`benchmarks/divided.py`).
+
+
+@pytest.fixture
+def divided(benchmark_of: Callable[[str], Any]) -> Any:
+    return benchmark_of("programs.divided.drawing")
+
+
+def mistakes(divided, way: str, axes: tuple[str, ...], blocks: tuple[str, ...], clip: float | None, *options: str):
+    one = next(one for n in range(1000) if (one := divided.drawn(n, 0)).way == way and {*dict(one.mesh)} == {*axes})
+    shape = dataclasses.replace(one.shape, blocks=blocks, tokens=False)
+    optimizer = dataclasses.replace(one.optimizer, clip=clip)
+    program = dataclasses.replace(one, shape=shape, optimizer=optimizer, options=frozenset(options))
+    return {plant.name for plant in divided.planted(program, 0)}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "clip", "options", "shows"),
+    [
+        (("experts",), None, (), True),
+        (("experts",), 0.05, (), False),  # all gradients have one factor, which clipping takes out again
+        (("experts",), None, ("sequence",), False),  # all gradients are to be summed along tp
+        (("mlp",), 0.05, (), True),  # sums of different slices
+        (("mlp",), None, ("sequence",), True),
+    ],
+)
+def test_a_sum_over_too_many_ranks_shows(divided, blocks, clip, options, shows):
+    found = mistakes(divided, "ZeroRedundancyOptimizer", ("dp", "tp"), blocks, clip, *options)
+    assert ("reduced over all ranks" in found) is shows
+
+
+@pytest.mark.parametrize(
+    ("blocks", "clip", "shows"), [("experts", None, True), ("experts", 0.05, False), ("mlp", 0.05, True)]
+)
+def test_a_sum_in_place_of_a_mean_shows(divided, blocks, clip, shows):
+    found = mistakes(divided, "fsdp2", ("dp",), (blocks,), clip)
+    assert ("sum in place of a mean" in found) is shows

@@ -14,22 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check import ScalingMismatch, assert_metric_scales, assert_step_scales
+from mgpu_check import assert_metric_scales
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.run.draws import redrawing
 from mgpu_check.gates.search.scenarios import Scenario
-from tests.gates.checkpoints import refuted as resuming_refuted
+from tests.gates import diagnosed
 from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
 from tests.gates.single_cases import failures
 
 pytestmark = pytest.mark.gpus(2)
 
-
-def report(ranks, step, gate=assert_step_scales, **options: Any) -> ScalingMismatch:
-    given: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 2}
-    with pytest.raises(ScalingMismatch) as caught:
-        gate(ranks, step, **{**given, **options})
-    return caught.value
+report = functools.partial(diagnosed.report, max_examples=2)
 
 
 def line_of(function: Any, text: str) -> str:
@@ -135,14 +130,6 @@ class DrawsBeside:
             synchronize(model, rank)
 
 
-def drops(model, batch, rank, seed=0):
-    """Each rank draws the dropout of its own samples."""
-    x, y = mine(batch, rank)
-    model.to(rank.device)
-    F.mse_loss(model[2](F.dropout(torch.tanh(model[0](x)))), y).backward()
-    synchronize(model, rank)
-
-
 def drops_alike(model, batch, rank):
     """All ranks draw what one device draws; another factor is wrong."""
     model.to(rank.device)
@@ -165,11 +152,6 @@ def test_random_numbers_that_no_result_depends_on_are_not_blamed(ranks):
 
 def test_random_numbers_that_are_those_of_one_device_are_not_blamed(ranks):
     assert "random-numbers-per-rank" not in report(ranks, drops_alike).mistakes
-
-
-@pytest.mark.slow
-def test_random_numbers_that_change_all_wrong_results_are_named(ranks):
-    assert report(ranks, drops).mistakes[0] == "random-numbers-per-rank"
 
 
 def test_redrawn_numbers_follow_from_the_same_seeds():
@@ -346,27 +328,3 @@ def test_gradients_that_are_clipped_as_backward_left_them_point_at_the_backward_
     found = report(ranks, synchronizes_too_early, sizes=8)
     assert found.mistakes[0] == "gradients-not-synchronized", str(found)
     assert f"ranks first part at {line_of(synchronizes_too_early, '# the second')}, in backward" in str(found)
-
-
-# Checkpoints
-
-
-def of_another_step(rank, directory, start, stop):
-    state = {"weight": torch.ones(4), "moment": torch.zeros(4)}
-    if start:
-        saved = torch.load(directory / "state.pt")
-        state |= saved | {"weight": saved["weight"] + 0.5}
-    dist.barrier()
-    for number in range(start, stop):
-        state["moment"] = 0.9 * state["moment"] + number + 1
-        state["weight"] = state["weight"] + 0.1 * state["moment"]
-    if rank.index == 0:
-        torch.save(state, directory / "state.pt")
-    dist.barrier()
-    return state
-
-
-def test_what_a_checkpoint_gives_another_value_was_restored(ranks):
-    text = resuming_refuted(ranks, of_another_step, match="weight on ranks 0-1")
-    assert "no known mistake explains this" in text
-    assert "right after loading, not as saved: weight on ranks 0-1" in text

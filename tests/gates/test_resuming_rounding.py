@@ -77,22 +77,7 @@ def off(error):
 def test_what_rounding_does_not_explain(ranks):
     assert_resume_continues(ranks, off(1e-7))
     text = refuted(ranks, off(1e-4), match=r"x on ranks 0-1: element .* ±")
-    assert "right after loading, not as saved: x on ranks 0-1" in text
-
-
-def test_what_differs_between_two_runs(ranks):
-    def runs(again, resumed):
-        def train(rank, directory, start, stop):
-            off = {"of again": again, "checkpoint": resumed if start else 0}.get(directory.name, 0)
-            return {"x": torch.full((3,), stop + off, dtype=torch.float64)}
-
-        return train
-
-    assert_resume_continues(ranks, runs(1e-6, 3e-6))
-    refuted(ranks, runs(1e-6, 3e-5), "state-not-restored", match="± 8e-06")
-    refuted(ranks, runs(0, 3e-6), "state-not-restored", match="x on")
-    assert_resume_continues(ranks, runs(1e-6, 3e-5), tolerance=1e-5)
-    refuted(ranks, runs(1e-6, 3e-4), "state-not-restored", match="x on", tolerance=1e-5)
+    assert "right after loading, not as saved: x on ranks 0-1" in text and "no known mistake explains this" in text
 
 
 def test_where_rounding_cannot_be_measured(ranks):

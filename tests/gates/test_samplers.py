@@ -117,15 +117,6 @@ def test_only_the_order_of_one_rank_shows_that_it_should_change(ranks):
     refuted(ranks, make, "epochs-not-reshuffled", match="does not shuffle")
 
 
-def test_an_order_that_changes_without_a_sampler(ranks):
-    def make(rank):
-        for epoch in range(2):
-            generator = torch.Generator().manual_seed(epoch if rank.size == 1 else 0)
-            yield torch.randperm(24, generator=generator)[rank.index :: rank.size].split(2)
-
-    refuted(ranks, make, "epochs-not-reshuffled", match="does not shuffle")
-
-
 def test_set_epoch_on_rank_0_only(ranks):
     error = refuted(
         ranks,

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mgpu_check import RankHang, ScalingMismatch, assert_step_scales
+from mgpu_check import RankHang, assert_step_scales
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
+from tests.gates import steps
 from tests.gates.patience import OnTime
 from tests.gates.single_cases import failures
 from tests.gates.steps import ALL, Training, batch, build, mine, passes, refuted, right, row, summed, tutorial
@@ -29,23 +29,8 @@ def test_ddp(ranks):
     passes(ranks, right, **ALL)
 
 
-@pytest.mark.slow
-def test_ddp_with_as_many_cases_as_users_have(ranks):
-    assert_step_scales(ranks, right, build=build, batch=batch)
-
-
 def test_what_outlives_a_step(ranks):
     assert failures(ranks, Program(Training, build, batch), Scenario(2, 5), Scenario(2, 4, steps=2)) == []
-
-
-def test_drawn_batches(ranks):
-    @st.composite
-    def drawn(draw):
-        n, seed = draw(st.integers(1, 9)), draw(st.integers(0, 9))
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)
-
-    passes(ranks, right, batch=drawn(), max_examples=2)
 
 
 def test_one_process_for_all_devices(ranks):
@@ -184,21 +169,8 @@ def test_a_loss_that_is_combined_after_backward_cuts_nothing(ranks):
         dist.all_reduce(loss)
         return loss / rank.size
 
-    with pytest.raises(ScalingMismatch) as caught:
-        passes(ranks, step, sizes=[3], max_examples=1)
-    assert caught.value.mistakes == ("mean-of-means",), str(caught.value)
-
-
-def test_four_micro_batches_are_no_square_of_two_ranks(ranks):
-    def step(model, batch, rank):
-        net = DDP(model.to(rank.device))
-        for x, y in zip(*(whole.split(1) for whole in mine(batch, rank)), strict=True):
-            F.cross_entropy(net(x), y).backward()
-
-    def reference(model, batch):
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
-
-    refuted(ranks, step, "accumulation-factor", reference=reference, sizes=[8], max_examples=2)
+    few = steps.FEW | {"sizes": [3], "max_examples": 1}
+    steps.raised_by(assert_step_scales, ranks, step, "mean-of-means", **few)
 
 
 # Steps that one device does not do in the same way each time.

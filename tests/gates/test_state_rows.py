@@ -37,7 +37,6 @@ def kept(directory, value, generator=False):
 
 
 def row(tmp_path, got, first=END, second=None, earlier=START, perturbed=(), tolerance=None, generator=False):
-    """Return the only row of the comparison."""
     second = first if second is None else second
     names = ["got", "first", "second", "earlier"]
     paths = [
@@ -78,7 +77,7 @@ def test_an_entry_is_as_in_an_uninterrupted_run_or_it_is_said_how_it_differs(tmp
     found = row(tmp_path, got, expected)
     assert (found.same, found.detail, found.repeats) == (not detail, detail, True)
     assert (found.got == found.expected) is (not detail)
-    assert (found.got == "", found.expected == "") == (got is ABSENT, expected is ABSENT)
+    assert (found.got is None, found.expected is None) == (got is ABSENT, expected is ABSENT)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import random
-import types
 from typing import Any
 
 import numpy
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from mgpu_check import assert_resume_continues
-from tests.gates.checkpoints import refuted
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -21,19 +19,6 @@ def unseeded():
     generator = torch.Generator()
     generator.seed()
     return generator
-
-
-def drawing(draw):
-    def train(rank, directory, start, stop):
-        return {"steps": stop, "w": draw()}  # nothing is saved
-
-    return train
-
-
-def test_training_that_cannot_be_repeated(ranks):
-    differs = "two uninterrupted runs of steps 0 to 6 differ by more than rounding in w on ranks 0-1: w: "
-    with pytest.raises(ValueError, match=differs):
-        assert_resume_continues(ranks, drawing(lambda: torch.randn(400, generator=unseeded())))
 
 
 def test_a_tolerance_covers_what_it_covers(ranks):
@@ -46,39 +31,20 @@ def test_a_tolerance_covers_what_it_covers(ranks):
 
 
 class Meter:
-    def __init__(self, w):
-        self.w = w
-
-    def __repr__(self):
-        return "Meter"
-
-
-def counting(hold, lost):
-    def train(rank, directory, start, stop):
-        w = torch.load(directory / f"{rank.index}.pt") if start and not lost else torch.zeros(3000)
-        for _ in range(start, stop):
-            w[1500] += 1  # which repr does not show
-        torch.save(w, directory / f"{rank.index}.pt")
-        return {"steps": stop, "state": hold(w)}
-
-    return train
-
-
-def test_tensors_in_objects(ranks):
-    assert_resume_continues(ranks, counting(lambda w: [Meter(w), types.SimpleNamespace(w=w)], lost=False))
-    refuted(ranks, counting(Meter, lost=True), "state-not-restored", match=r"element \[1500\]: got 3, expected 6")
+    me: Any
 
 
 def test_what_cannot_be_taken_apart(ranks):
     match = "cannot be compared: state is a dict_values, which cannot be taken apart; give it a state_dict"
     with pytest.raises(ValueError, match=match):
-        assert_resume_continues(ranks, counting(lambda w: {"w": w}.values(), lost=False))
+        state = {"w": torch.ones(2)}
+        assert_resume_continues(ranks, lambda rank, directory, start, stop: {"steps": stop, "state": state.values()})
     with pytest.raises(ValueError, match=r"state\.0\.me is a Meter, which holds itself"):
-        assert_resume_continues(ranks, counting(lambda w: [holds_itself()], lost=False))
+        assert_resume_continues(ranks, lambda rank, directory, start, stop: {"steps": stop, "state": [holds_itself()]})
 
 
 def holds_itself():
-    meter: Any = Meter(1)
+    meter = Meter()
     meter.me = meter
     return meter
 
@@ -115,13 +81,3 @@ def test_what_needs_no_taking_apart(ranks):
         }
 
     assert_resume_continues(ranks, train)
-
-
-def test_generators_by_their_state(ranks):
-    def train(rank, directory, start, stop):
-        generator = random.Random(2)
-        for _ in range(start, stop):  # and is not restored
-            generator.random()
-        return {"steps": stop, "drawn from": generator}
-
-    refuted(ranks, train, "state-not-restored", match="drawn from.* on ranks 0-1", world_sizes=[2])

@@ -125,7 +125,7 @@ HUNG = Account({0: Interrupted(5.0, "")}, Who(1), deadline=5.0).error()
 
 
 @pytest.mark.parametrize(
-    ("error", "repeats", "sentence"), [(RAISED, True, BATCH), (RAISED, False, ""), (HUNG, True, "")]
+    ("error", "repeats", "sentence"), [(RAISED, True, BATCH), (RAISED, False, None), (HUNG, True, None)]
 )
 def test_a_failure_that_does_not_repeat_or_takes_a_time_limit_accuses_neither(error, repeats, sentence):
     def run(program):

@@ -12,7 +12,7 @@ import pytest
 
 from mgpu_check.devices.inventory import Device
 from mgpu_check.devices.leases import DeviceLeases
-from mgpu_check.plugin.device_leases import keys_of, tokens_of, told
+from mgpu_check.plugin.device_leases import described_waits, keys_of, tokens_of
 from tests.plugin.conftest import Background, processes_with, wait_for
 
 Run = Callable[..., pytest.RunResult]
@@ -454,5 +454,5 @@ def test_a_device_is_known_by_its_uuid_however_it_is_written():
 
 
 def test_short_waits_are_not_worth_a_line():
-    assert told([]) == told([0.2, 0.7]) == []
-    assert told([0.5, 11.8]) == ["2 tests waited 12.3 s in total for devices that other tests had leased"]
+    assert described_waits([]) == described_waits([0.2, 0.7]) == []
+    assert described_waits([0.5, 11.8]) == ["2 tests waited 12.3 s in total for devices that other tests had leased"]

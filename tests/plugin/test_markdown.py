@@ -182,7 +182,7 @@ def test_a_run_that_does_not_end_leaves_no_summary_of_another(run, pytester):
 def test_it_stays_below_what_github_shows():
     page = Page()
     page.rows("Failed", ("test", "what"), [("a", "é" * 250)] * 700)
-    page.parts("more failures are shown in the log only", [fenced("x" * 20_000)] * 60)
+    page.sections("more failures are shown in the log only", [fenced("x" * 20_000)] * 60)
     page.rows("Skipped", ("test", "why"), [("b", "y" * 500)] * 3000)
     content = page.content()
     assert LARGEST * 0.9 < len(content.encode()) < 2**20

@@ -270,9 +270,9 @@ def test_a_rank_that_ends_before_anybody_asks_has_its_exit_code(connections: Con
             rank.sendall(line({"launch": number, "rank": 0}))
             connection.sendall(line({"event": "launched", "id": number, "pid": 7}))
             connection.sendall(line({"event": "exit", "id": number, "code": -11}))
-            made = launched.result(10.0)
-            assert made.pid == 7
-            made.connection.close()
+            pid, made = launched.result(10.0)
+            assert pid == 7
+            made.close()
             asked = connections.ask(agent, number, "runnable")
             lines = Lines()
             while (message := lines.next()) is None or message["do"] != "call":

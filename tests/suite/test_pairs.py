@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mgpu_check.suite.common.examples import drawn_rows, in_pairs, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, in_pairs, words_of
 
 OPTIONS = {"a": (1, 2), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 0, 1)}
 

@@ -14,8 +14,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mgpu_check import settings, strategies
+from mgpu_check.oracles import strategies as drawing
 from mgpu_check.oracles.devices.mixed_operands import GROUPS
-from mgpu_check.suite.common import examples as suite_examples
 from tests.suite.test_seeds import SUITE
 from tests.suite.test_seeds import drawn as strategies_of
 
@@ -160,7 +160,7 @@ def test_a_check_that_promises_all_devices_has_them_in_its_first_examples(
 ) -> None:
     run_with(5)
     test = getattr(importlib.import_module(module), name)
-    _, standard, quick = suite_examples._settings_by_id[id(test._hypothesis_internal_use_settings)]
+    _, standard, quick = drawing._settings_by_id[id(test._hypothesis_internal_use_settings)]
     most = min([5, *map(int, re.findall(r"most=(\d)", text))])
     for count, run in itertools.product({quick or 12, standard}, range(2)):
         drawn_sizes = [example[argument] for example in examples_of(test, count, run)]

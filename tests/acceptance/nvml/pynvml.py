@@ -176,14 +176,6 @@ def _uuid(library: _Library, handle: Any, place: Any, length: Any) -> int:
     return _fill(library._gpus[number].get("nvmlDeviceGetUUID", f"GPU-0000000{number}-AAAA"), [place])
 
 
-def _driver(library: _Library, place: Any, length: Any) -> int:
-    return _fill(library._driver, [place])
-
-
-def _cuda(library: _Library, place: Any) -> int:
-    return _fill(library._cuda, [place])
-
-
 def _field_values(library: _Library, handle: Any, count: Any, place: Any) -> int:
     gpu = library._gpus[library.number(handle)]
     for value in place._obj:
@@ -226,8 +218,8 @@ _special: dict[str, Any] = {
     "nvmlDeviceGetHandleByIndex_v2": _by_index,
     "nvmlDeviceGetUUID": _uuid,
     "nvmlDeviceGetMigDeviceHandleByIndex": _mig_device,
-    "nvmlSystemGetDriverVersion": _driver,
-    "nvmlSystemGetCudaDriverVersion_v2": _cuda,
+    "nvmlSystemGetDriverVersion": lambda library, place, length: _fill(library._driver, [place]),
+    "nvmlSystemGetCudaDriverVersion_v2": lambda library, place: _fill(library._cuda, [place]),
     "nvmlDeviceGetFieldValues": _field_values,
     "nvmlDeviceGetRetiredPages": _retired,
     "nvmlEventSetCreate": lambda library, place: 0,

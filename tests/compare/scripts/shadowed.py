@@ -15,55 +15,39 @@ torch.manual_seed(0)
 world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
+def refusing(name):
+    def refuse(self, *args, **kwargs):
+        raise RuntimeError(name)
+
+    return refuse
+
+
 class Strict:
     """Raises on what mgpu-check may not ask for."""
 
-    def __len__(self):
-        raise RuntimeError("len")
-
-    def __bool__(self):
-        raise RuntimeError("bool")
+    __len__, __bool__ = refusing("len"), refusing("bool")
 
 
 class Layer(nn.Linear):
     modules = 3
     named_buffers = state_dict = None
+    __hash__ = object.__hash__
+    __eq__, __bool__, __len__, __repr__, named_modules = map(refusing, ("eq", "bool", "len", "repr", "named_modules"))
+    device_ids = property(refusing("device_ids"))
 
     def __init__(self, *args):
         super().__init__(*args)
         self.p = nn.Parameter(torch.zeros(2))  # "p" as in Dropout
         self.buffers = Strict()
 
-    def named_modules(self):
-        raise RuntimeError("named_modules")
-
-    def __eq__(self, other):
-        raise RuntimeError("eq")
-
-    __hash__ = object.__hash__
-
-    def __bool__(self):
-        raise RuntimeError("bool")
-
-    def __len__(self):
-        raise RuntimeError("len")
-
-    def __repr__(self):
-        raise RuntimeError("repr")
-
-    @property
-    def device_ids(self):
-        raise RuntimeError("device_ids")
-
 
 class DropoutLayer(nn.Module):
+    __repr__ = refusing("repr")
+
     def __init__(self):
         super().__init__()
         self.p = nn.Parameter(torch.zeros(2))
         self.register_buffer("seen", torch.zeros(1))
-
-    def __repr__(self):
-        raise RuntimeError("repr")
 
     def forward(self, x):
         self.seen += 1
@@ -77,8 +61,7 @@ class Tagged(torch.Tensor):
             raise RuntimeError(f"torch function {func}")
         return super().__torch_function__(func, types, args, kwargs or {})
 
-    def __getattr__(self, name):
-        raise RuntimeError(f"getattr {name}")
+    __getattr__ = refusing("getattr")
 
 
 class Net(nn.Module):
@@ -95,21 +78,15 @@ class Net(nn.Module):
         some = [self.first.weight, self.first.bias, self.first.p, self.last.p, self.middle.p]
         return [{"params": some, "lr": lr}, {"params": [self.last.weight, self.last.bias]}]
 
-    def named_parameters(self, *args, **kwargs):
-        raise RuntimeError("named_parameters")
-
-    def train(self):
-        raise RuntimeError("train")
-
-    eval = train
+    named_parameters = refusing("named_parameters")
+    train = eval = refusing("train")
 
 
 class Texts(Dataset):
     def __len__(self):
         return 32
 
-    def __bool__(self):
-        raise RuntimeError("bool")
+    __bool__ = refusing("bool")
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
@@ -117,22 +94,13 @@ class Texts(Dataset):
 
 
 class Momentum(torch.optim.SGD):
+    __hash__ = object.__hash__
+    __eq__, __len__, state_dict = map(refusing, ("eq", "len", "state_dict"))
+
     def zero_grad(self, keep):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
-
-    def state_dict(self):
-        raise RuntimeError("state_dict")
-
-    def __eq__(self, other):
-        raise RuntimeError("eq")
-
-    def __hash__(self):
-        return 2
-
-    def __len__(self):
-        raise RuntimeError("len")
 
 
 net = Net().cuda()
