@@ -95,6 +95,17 @@ class _Request:
     ahead: list[Path] = field(default_factory=list)
     device_locks: dict[int, FileLock] = field(default_factory=dict)
     locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    tried: dict[Path, FileLock] = field(default_factory=dict)
+
+    def lock(self, path: Path) -> FileLock:
+        """Return the lock of a file, the same one for each poll.
+
+        A poll must not drop a lock: Python ignores a KeyboardInterrupt that reaches `BaseFileLock.__del__`
+        (filelock/_api.py, 4.3), and the wait would go on after Ctrl-C.
+        """
+        if path not in self.tried:
+            self.tried[path] = _lock(path)
+        return self.tried[path]
 
     @property
     def served(self) -> bool:
@@ -208,12 +219,12 @@ class DeviceLeases:
 
     def _advance(self, request: _Request, directory: Path) -> bool:
         before = len(request.ahead), len(request.device_locks)
-        request.ahead = [ticket for ticket in request.ahead if not _is_done(ticket)]
+        request.ahead = [ticket for ticket in request.ahead if not _is_done(ticket, request.lock(ticket))]
         if not request.ahead:
             for index in (*self._last, *range(len(self.keys))):
                 if request.served:
                     break
-                if index not in request.device_locks and (lock := self._lock_device(index, directory)) is not None:
+                if index not in request.device_locks and (lock := self._lock_device(request, index, directory)):
                     request.device_locks[index] = lock
                     request.locks.callback(lock.release)
                     _write(self._path(index, directory), _who(request.purpose))
@@ -222,8 +233,8 @@ class DeviceLeases:
     def _path(self, index: int, directory: Path) -> Path:
         return directory / f"device-{re.sub(r'[^A-Za-z0-9-]', '_', self.keys[index])}"
 
-    def _lock_device(self, index: int, directory: Path) -> FileLock | None:
-        lock = _lock(self._path(index, directory))
+    def _lock_device(self, request: _Request, index: int, directory: Path) -> FileLock | None:
+        lock = request.lock(self._path(index, directory))
         return lock if _try(lock) else None
 
     def _wait(self, request: _Request, directory: Path) -> None:
@@ -273,11 +284,10 @@ def _try(lock: FileLock) -> bool:
         return False
 
 
-def _is_done(ticket: Path) -> bool:
+def _is_done(ticket: Path, lock: FileLock) -> bool:
     """Return whether no process holds `ticket` any more. Remove the ticket of a process that was killed."""
     if not ticket.exists():
         return True
-    lock = _lock(ticket)
     if not _try(lock):
         return False
     try:

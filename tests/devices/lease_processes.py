@@ -83,7 +83,7 @@ class Watched(DeviceLeases):
 class WithoutLocks(Watched):
     """A defect: every device seems to be free."""
 
-    def _lock_device(self, place: int, directory: Path) -> Any:
+    def _lock_device(self, request: Any, index: int, directory: Path) -> Any:
         class Lock:
             def release(self) -> None: ...
 

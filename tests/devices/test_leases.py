@@ -251,6 +251,30 @@ def test_after_a_while_who_holds_the_devices_is_told_and_then_an_error(tmp_path,
     assert waiting.take(2).indices == (0, 1), "nothing is left behind"
 
 
+def test_a_poll_drops_no_lock(tmp_path, monkeypatch):
+    """The finalizer of a lock may swallow Ctrl-C."""
+    made: list[Path] = []
+    lock = leases._lock
+
+    def counted(path: Path) -> FileLock:
+        made.append(path)
+        return lock(path)
+
+    monkeypatch.setattr(leases, "_lock", counted)
+    counts: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        counts.append(len(made))
+        if len(counts) == 4:
+            raise KeyboardInterrupt
+
+    held = DeviceLeases("ab", tmp_path).take(1)
+    with pytest.raises(KeyboardInterrupt):
+        DeviceLeases("ab", tmp_path, sleep=sleep).take(2)
+    assert len(set(counts)) == 1
+    held.give_back()
+
+
 def test_a_wait_can_be_interrupted_and_leaves_nothing_behind(tmp_path):
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
