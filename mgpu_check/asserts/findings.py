@@ -80,6 +80,11 @@ class Findings:
         return _first_suffices.get() and self.anywhere(rank)
 
 
+def require(findings: Findings, rank: Rank, holds: bool, subject: str, text: str) -> None:
+    """Keep a finding of this rank about `subject`, unless `holds`."""
+    findings.require(holds, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
+
+
 def run_all(checks: Iterable[Callable[[], object]], rank: Rank | None = None) -> None:
     """Run all checks, even after one has found an error, and then raise the first finding.
 

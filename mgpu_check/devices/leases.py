@@ -48,7 +48,8 @@ class LeaseError(RuntimeError):
 def machine_directory() -> Path:
     """Return the directory of the leases of this machine's real devices, shared by all users. Create it if necessary.
 
-    Raises `LeaseError`: the directory cannot be created, or other users could tamper with it.
+    Raises:
+        LeaseError: the directory cannot be created, or other users could tamper with it.
     """
     path = MACHINE
     remedy = f"remove {path}, or have its owner do so; the next run creates it again, with mode 1777"
@@ -147,9 +148,12 @@ class DeviceLeases:
     def take(self, count: int, purpose: str = "") -> Lease:
         """Lease `count` devices: those of the last lease first, because warm ranks are there, then the lowest free.
 
-        `purpose`: the reason for the lease, such as the test's id, for the messages of processes that wait. Raises
-        `ValueError`: there are fewer devices than `count`. `LeaseError`: the directory cannot be used, or the
-        queue has not moved for `patience` seconds.
+        Args:
+            purpose: the reason for the lease, such as the test's id, for the messages of processes that wait.
+
+        Raises:
+            ValueError: there are fewer devices than `count`.
+            LeaseError: the directory cannot be used, or the queue has not moved for `patience` seconds.
         """
         if not 1 <= count <= len(self.keys):
             raise ValueError(f"count={count!r} devices cannot be leased; choose 1 to {len(self.keys)}")
@@ -166,7 +170,11 @@ class DeviceLeases:
             return Lease(self._last, time.monotonic() - begun, request.locks.pop_all())
 
     def check(self) -> None:
-        """Check that devices can be leased. Raises `LeaseError`: they cannot."""
+        """Check that devices can be leased.
+
+        Raises:
+            LeaseError: they cannot.
+        """
         with self._usable() as directory, self._numbering(directory):
             pass
 

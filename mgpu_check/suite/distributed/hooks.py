@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 
-from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.findings import Findings, require
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
@@ -24,7 +24,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.cases import WholeRun
 from mgpu_check.oracles.training.reference_training import Gradients, Rows, judged, slack, terms_of
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, require, under_ddp
+from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, under_ddp
 
 Hook = Callable[[Any, Any], Any]
 """A communication hook: it takes a state, such as a process group, and a bucket."""

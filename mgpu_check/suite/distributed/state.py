@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check.asserts.collectives import first_difference, same_bits
-from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.findings import Findings, require
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.agreement import difference
 from mgpu_check.oracles.training import reference_training as oracle
@@ -19,7 +19,7 @@ from mgpu_check.oracles.training.cases import WholeRun
 from mgpu_check.oracles.training.models import Everything
 from mgpu_check.oracles.training.reference_training import CLASSES, FEATURES, STEPS, judged
 from mgpu_check.oracles.training.training_steps import split
-from mgpu_check.suite.distributed.training import Replica, require, train, under_ddp
+from mgpu_check.suite.distributed.training import Replica, train, under_ddp
 from mgpu_check.torch_hooks.tensors import name_of
 
 _STEPS_COUNTED = 4_099

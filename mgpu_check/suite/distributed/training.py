@@ -25,7 +25,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.findings import Findings, require
 from mgpu_check.asserts.models import assert_replicas_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.differences import difference
@@ -49,11 +49,6 @@ class Member:
     def of(cls, rank: Rank) -> Member:
         """Return a rank as a member of the world."""
         return cls(rank, rank.index, rank.size)
-
-
-def require(findings: Findings, rank: Rank, holds: bool, subject: str, text: str) -> None:
-    """Keep a finding of this rank about `subject`, unless `holds`."""
-    findings.require(holds, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mgpu_check.asserts.collectives import same_bits
-from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.findings import Findings, require
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
@@ -48,7 +48,7 @@ from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import gathered, one_device, own_part, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
-from mgpu_check.suite.sharded.fully_sharded import require, scale_of, sharded
+from mgpu_check.suite.sharded.fully_sharded import scale_of, sharded
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied, name_of, plain
 

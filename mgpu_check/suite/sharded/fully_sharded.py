@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as communicati
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from mgpu_check.asserts.findings import Findings, on_any_rank
+from mgpu_check.asserts.findings import Findings, on_any_rank, require
 from mgpu_check.asserts.models import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
@@ -188,11 +188,6 @@ def add_up(model: nn.Module) -> None:
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def require(findings: Findings, rank: Rank, holds: bool, subject: str, text: str) -> None:
-    """Keep a finding of this rank about `subject`, unless `holds`."""
-    findings.require(holds, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def mesh_of(rank: Rank, dimensions: int) -> DeviceMesh:
