@@ -11,8 +11,7 @@ from mgpu_check.settings import Settings, option_field, switch_field
 
 DEFAULT_MEMORY_SHARE = 0.9
 
-SUFFIXES = (".html", ".json", ".prom")
-"""Suffixes of the reports: a page, JSON, a textfile for Prometheus."""
+SUFFIXES = (".html", ".json", ".prom")  # suffixes of the reports: a page, JSON, a textfile for Prometheus
 
 
 def _reports(text: str) -> tuple[str, ...]:

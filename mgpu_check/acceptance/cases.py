@@ -78,9 +78,7 @@ class TransformerCase:
     @property
     def flops(self) -> float:
         """Floating-point operations of the products in one step.
-
-        Forward: two (a multiplication and an addition) per weight and token. Backward: twice as many.
-        """
+        Forward: two (a multiplication and an addition) per weight and token. Backward: twice as many."""
         weights = self.layers * 12 * self.width**2 + self.width * self.vocabulary
         attention = self.layers * 2 * self.length * self.width
         return 6.0 * self.batch * self.length * (weights + attention)

@@ -71,11 +71,8 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def noise_of_median(spreads: Iterable[tuple[float, int]]) -> float:
-    """Estimate the standard deviation of a median of repeats; 0 if no subject has more than two repeats.
-
-    Args:
-        spreads: for each subject the MAD and the number of its repeats. All subjects are assumed to scatter alike.
-    """
+    """Estimate the standard deviation of a median of repeats; 0 if no subject has more than two repeats. All subjects,
+    each with its MAD and number of repeats in `spreads`, are assumed to scatter alike."""
     enough = ((spread, repeats) for spread, repeats in spreads if repeats > 2)
     errors = [spread / _SMALL.get(n, 1 / NORMAL) * _MEDIAN / math.sqrt(n) for spread, n in enough]
     # The median of few spreads is small by chance, so use the mean; limit it to twice the median, because one may be an
@@ -153,8 +150,7 @@ def _everyone_has(mode: Iterable[Pair], gpus: Collection[int]) -> bool:
     return {source for source, _ in within} == set(gpus) == {destination for _, destination in within}
 
 
-LEAST_REPEATS = 3
-"""With at least 3 repeats, the median ignores one repeat that was slowed down by something else."""
+LEAST_REPEATS = 3  # with at least 3 repeats, the median ignores one repeat that was slowed down by something else
 
 LEAST_SHORTFALL: Mapping[str, float] = {
     "FLOP/s": 0.20, "B/s": 0.15, "host B/s": 0.25, "pageable B/s": 0.40, "s": 0.40
@@ -168,8 +164,7 @@ memory is nearer to some GPUs than to others; a link at half its width or one ge
 memory is copied by the host's processor. s: latencies contain the driver; a part at half its speed fails.
 """
 
-UNUSABLE = 0.50
-"""A limit above this share proves nothing: a part at half its speed would still pass."""
+UNUSABLE = 0.50  # a limit above this share proves nothing: a part at half its speed would still pass
 
 Against = Literal["peers", "itself", "baseline", "floor"]
 
@@ -222,12 +217,8 @@ def amount(value: float, unit: str) -> str:
 
 
 def beside_peers(value: float, others: Sequence[float], unit: str, least: float, noise: float = 0.0) -> Comparison:
-    """Compare a value with those of its peers.
-
-    Args:
-        least: the least share of the speed that must be missing.
-        noise: the standard deviation of `value`, estimated from its own repeats.
-    """
+    """Compare a value with those of its peers. `least` is the least share of the speed that must be missing, and
+    `noise` the standard deviation of `value`, estimated from its own repeats."""
     if len(others) < LEAST_PEERS:
         two = "there is only one other, and two values do not show which is right"
         return Comparison("peers", "unknown", why=two if others else "there is no other of its kind")
@@ -273,11 +264,9 @@ class Vote:
 def vote(ballots: Mapping[int, Hashable], models: Mapping[int, Hashable]) -> list[Vote]:
     """Return the votes that were not unanimous, at most one for each model.
 
-    A majority is more than half of the GPUs of the model that voted. Two GPUs that differ have no majority.
-
-    Args:
-        ballots: value of each GPU by number, not None.
-        models: model of each GPU by number; healthy GPUs of one model must have equal values.
+    A majority is more than half of the GPUs of the model that voted. Two GPUs that differ have no majority. `ballots`
+    has the value of each GPU by number, not None, and `models` its model: healthy GPUs of one model must have equal
+    values.
     """
     votes = []
     for _, voters in grouped((models[gpu], gpu) for gpu in sorted(ballots)):

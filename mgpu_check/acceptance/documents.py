@@ -83,17 +83,13 @@ def _umask() -> int:
 class DocumentType(Generic[Content]):
     """A kind of JSON file. Its content is an instance of a dataclass, so the annotations of the dataclass are the
     format.
-
-    Attributes:
-        name, version: the values of ``format`` and ``version`` in the file.
-        content: the dataclass. If it has a field ``file``, that is the name of the file.
-        origin: where such a file comes from, as a sentence for error messages.
     """
 
+    # name, version: the values of ``format`` and ``version`` in the file
     name: str
     version: int
-    content: type[Content]
-    origin: str
+    content: type[Content]  # the dataclass. If it has a field ``file``, that is the name of the file.
+    origin: str  # where such a file comes from, as a sentence for error messages
 
     def decoded(self, document: Any, file: str) -> Content:
         """Make the content from a parsed JSON document, or raise ValueError that names the key and its valid values."""

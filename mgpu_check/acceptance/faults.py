@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 PLANTER = f"{__name__}:hardware_planted"
 """The function that plants what `hardware_text` returns, in a rank: it imports torch."""
 
-MEMORY = 16 << 20
-"""Bytes of memory of a GPU with simulated hardware. Small, so that checks of all of it are fast."""
+MEMORY = 16 << 20  # Bytes of memory of a GPU with simulated hardware. Small, so that checks of all of it are fast.
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "path": ("any", "engine", "kernel"),
@@ -49,10 +48,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class HardwareFault:
     """A defect of hardware that can be planted.
-
     This module registers each fault when it is imported. `planted_from` finds it by its name, and `hardware_planted`
-    plants its defect in every process of the simulated node, from the start of the process to its end.
-    """
+    plants its defect in every process of the simulated node, from the start of the process to its end."""
 
     name: str
     summary: str
@@ -71,17 +68,14 @@ class HardwareFault:
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault with its parameters.
-
-    Attributes:
-        text: the fault in the notation of the command line: ``copy-zeros:device=0,peer=2,above=2097152``.
-    """
+    """A fault with its parameters."""
 
     fault: HardwareFault
     parameters: Parameters
 
     @property
     def text(self) -> str:
+        """The fault in the notation of the command line: ``copy-zeros:device=0,peer=2,above=2097152``."""
         assignments = ",".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{self.fault.name}:{assignments}" if assignments else self.fault.name
 
@@ -92,9 +86,7 @@ class Planted:
 
 def made_by(name: str, **arguments: Any) -> Callable[[Parameters], Defect]:
     """Return a function that makes the class `name` of `defects.implementations` from parameters and `arguments`.
-
-    Its call imports torch.
-    """
+    Its call imports torch."""
 
     def make(parameters: Parameters) -> Defect:
         module = importlib.import_module("mgpu_check.simulated.defects.implementations")
@@ -152,9 +144,7 @@ def planted_from(text: str) -> Planted:
 
 def hardware_text(faults: Sequence[Planted]) -> str:
     """Return the name of these faults for `hardware_planted`; hardware without defects if `faults` is empty.
-
-    The text begins with the time: the parameter ``after`` counts from it.
-    """
+    The text begins with the time: the parameter ``after`` counts from it."""
     return ";".join([str(time.time()), *(fault.text for fault in faults)])
 
 
@@ -170,9 +160,7 @@ def _value(name: str, key: str, text: str, default: Value) -> Value:
 
 def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
     """Return a context that gives the simulated node of this process the hardware of a text of `hardware_text`.
-
-    Counters and time of the hardware continue from one context to the next.
-    """
+    Counters and time of the hardware continue from one context to the next."""
     from mgpu_check.simulated.hardware import planted
 
     return planted(_hardware(text))
@@ -454,12 +442,10 @@ def _telemetry_fault(
     hardware_fault(HardwareFault(name, summary, parameters, accused, (by,), telemetry=make))
 
 
-def _formatted(device: str, field: str, value: str) -> Overrides:
-    """Return a function that makes one override; `field` and `value` are filled with the parameters."""
-    return lambda own: [Override(int(own[device]), field.format(**own), value.format(**own))]
+def _formatted(*rows: tuple[str, str, str]) -> Overrides:
+    """Return a function that overrides (the parameter with the GPU, field, value), filled with the parameters."""
+    return lambda own: [Override(int(own[gpu]), name.format(**own), value.format(**own)) for gpu, name, value in rows]
 
-
-_SLOT = "00000000:{{{}:02X}}:00.0"
 
 for _field, (_summary, _by) in _GROWING.items():
     _telemetry_fault(
@@ -485,30 +471,20 @@ _telemetry_fault(
     device=2,
     bytes=12 << 20,
 )
-_NO_ACCESS = _formatted("device", "p2p_{peer}", "chipset not supported")
+_NO_ACCESS = _formatted(("device", "p2p_{peer}", "chipset not supported"))
 _telemetry_fault(
     "peer-access-missing", "a GPU cannot reach the memory of a peer", _NO_ACCESS, "inventory", link, device=0, peer=2
 )
-_SERIAL = _formatted("device", "serial", "SIMULATED-{peer}")
+_SERIAL = _formatted(("device", "serial", "SIMULATED-{peer}"))
 _telemetry_fault("one-serial", "two GPUs report one serial number", _SERIAL, "inventory", host, device=1, peer=2)
-_telemetry_fault(
-    "one-uuid",
-    "two GPUs report one UUID",
-    lambda parameters: [Override(int(parameters[name]), "uuid", "GPU-00000000") for name in ("device", "peer")],
-    "inventory",
-    host,
-    device=1,
-    peer=2,
-)
+_UUIDS = _formatted(("device", "uuid", "GPU-00000000"), ("peer", "uuid", "GPU-00000000"))
+_telemetry_fault("one-uuid", "two GPUs report one UUID", _UUIDS, "inventory", host, device=1, peer=2)
 _OTHER_SLOT = "the driver's library reports another slot of a GPU than torch"
 _telemetry_fault("other-slot", _OTHER_SLOT, _overrides({"pci": "00000000:3F:00.0"}), "inventory", device=1)
 _telemetry_fault(
     "slots-swapped",
     "the driver's library reports the slots of two GPUs the wrong way round",
-    lambda parameters: [
-        *_formatted("device", "pci", _SLOT.format("peer"))(parameters),
-        *_formatted("peer", "pci", _SLOT.format("device"))(parameters),
-    ],
+    _formatted(("device", "pci", "00000000:{peer:02X}:00.0"), ("peer", "pci", "00000000:{device:02X}:00.0")),
     "inventory",
     lambda parameters: gpu(parameters) + gpu({"device": parameters["peer"]}),
     device=1,

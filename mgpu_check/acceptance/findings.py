@@ -32,9 +32,7 @@ Action = Literal[
 @dataclass(frozen=True)
 class FindingKind:
     """A kind of finding, and the observations that are of it.
-
-    An observation matches if each attribute of the last group that is not empty has its value.
-    """
+    An observation matches if each attribute of the last group that is not empty has its value."""
 
     id: str
     severity: Severity
@@ -103,9 +101,7 @@ def identify(entry: Observation) -> FindingKind:
 
 def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
     """Return a failed observation with the id of its finding and its ruling.
-
-    A finding that is not rejected is no failure: its observation passes, and keeps its text.
-    """
+    A finding that is not rejected is no failure: its observation passes, and keeps its text."""
     if entry.outcome != "failed":
         return entry
     finding = identify(entry)

@@ -109,12 +109,8 @@ class ErrorObservations:
 
 
 def observations_of(error: BaseException, check: str, call_name: str, gpus: Sequence[int]) -> ErrorObservations | None:
-    """Return the observations for an error of a call on ranks or in the node process; None for any other error.
-
-    Args:
-        call_name: name of the function that was called.
-        gpus: GPUs of the ranks in their order, or all GPUs that the node process sees.
-    """
+    """Return the observations for an error of a call of `call_name` on ranks or in the node process; None for any other
+    error. `gpus` are those of the ranks in their order, or all that the node process sees."""
     trouble = ErrorObservations(check, gpus)
     if isinstance(error, StartupFailure):
         for rank in error.ranks or [NODE]:
@@ -178,17 +174,7 @@ class Node:
     """The fixture `node`: all GPUs of a run, with the methods that run checks on them.
 
     `Run.start` makes it after a first look at the GPUs. Tests call checks by it, and second looks do after the last
-    test. The processes belong to the pool of the session, which ends them.
-
-    Attributes:
-        gpus: all GPUs; the number of a GPU is its index here.
-        visible: number of GPUs of each host, including those outside the run.
-        slots: PCI bus id of each GPU by number, from torch; empty where torch does not report it.
-        past_xids: Xid -> times in the kernel log before the run, by GPU; without GPUs whose log could not be read.
-        kernel_before: what the kernel of each host said before the run, by name and boot id of the host.
-        lost: GPUs that no longer answer; no check is called on them.
-        boundaries: a snapshot before the first test, and one after each test.
-        on_failed: called with a call that has returned failed observations, and with these.
+    test. The processes belong to the pool of the session, which ends them. The number of a GPU is its index in `gpus`.
     """
 
     def __init__(
@@ -201,16 +187,19 @@ class Node:
         telemetry: Watch | None = None,
     ) -> None:
         self.gpus, self.plan, self.hosts_of_run, self.telemetry = tuple(gpus), plan, tuple(hosts), telemetry
-        self.visible: dict[int, int] = {}
-        self.slots: dict[int, str] = {}
+        self.visible: dict[int, int] = {}  # number of GPUs of each host, including those outside the run
+        self.slots: dict[int, str] = {}  # PCI bus id of each GPU, from torch; empty where torch does not report it
+        # Xid -> times in the kernel log before the run, by GPU; without GPUs whose log could not be read
         self.past_xids: dict[int, dict[int, int]] = {}
+        # what the kernel of each host said before the run, by name and boot id of the host
         self.kernel_before: dict[tuple[str, str], KernelFacts] = {}
-        self.lost: set[int] = set()
-        self.boundaries: list[Boundary] = []
+        self.lost: set[int] = set()  # GPUs that no longer answer; no check is called on them
+        self.boundaries: list[Boundary] = []  # a snapshot before the first test, and one after each test
         self._pool, self._log = pool, log
         self._hung: set[str] = set()
         self._fresh = 0
         self._probing = self._controlling = False
+        # called with a call that has returned failed observations, and with these
         self.on_failed: Callable[[RepeatableCall, Sequence[Observation]], None] = lambda call, failed: None
         self._measuring: dict[MeasuredKind, Callable[[], object]] = {}
 
@@ -253,13 +242,9 @@ class Node:
     ) -> list[Any]:
         """Call ``fn(rank, *args)`` on one rank per GPU at the same time, and record the results that the ranks return.
 
-        Args:
-            gpus: rank i has GPU ``gpus[i]``; default all. The `SubjectResult` that `fn` returns name ranks.
-            timeout: seconds for all ranks; default by level.
-
-        Returns:
-            What each rank returned, with numbers of GPUs in each `SubjectResult`. Empty if a rank did not return; the
-            failure is recorded.
+        Rank i has GPU ``gpus[i]``; default all. The `SubjectResult` that `fn` returns name ranks. `timeout` is seconds
+        for all ranks; default by level. Return what each rank returned, with numbers of GPUs in each `SubjectResult`.
+        The result is empty if a rank did not return; the failure is recorded.
         """
         chosen = self.numbers if gpus is None else [number for number in gpus if number not in self.lost]
         if not chosen:
@@ -294,14 +279,10 @@ class Node:
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None, backwards: bool = False
     ) -> list[Any]:
-        """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the returned
-        results.
+        """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the results.
 
-        Args:
-            backwards: whether the last GPU of each host is the first of `devices`.
-
-        Returns:
-            The results of all hosts, joined. A host that did not return contributes none; its failure is recorded.
+        With `backwards` the last GPU of each host is the first of `devices`. Return the results of all hosts, joined. A
+        host that did not return contributes none; its failure is recorded.
         """
 
         def measure() -> None:
@@ -333,14 +314,8 @@ class Node:
         return list(self._log.measurements())
 
     def measure_again(self, slow: Iterable[Measurement], until: Callable[[], bool]) -> list[Measurement]:
-        """Repeat the calls that made these measurements, with the GPUs in reverse order, until the time is over.
-
-        Args:
-            until: returns whether the time is over.
-
-        Returns:
-            The new measurements. They are in the log, too.
-        """
+        """Repeat the calls that made these measurements, with the GPUs in reverse order, until `until` returns that the
+        time is over. Return the new measurements, which are in the log, too."""
         calls = dict.fromkeys(self._measuring[speed.kind] for speed in slow if speed.kind in self._measuring)
         before = len(self.measurements())
         for call in calls:
@@ -359,11 +334,8 @@ class Node:
     def _looked(
         self, repeatable: RepeatableCall, call: Callable[[], list[Any]], measure: Callable[[], object]
     ) -> list[Any]:
-        """Make a call and record its results.
-
-        Args:
-            measure: measures the same again. Of several calls that measure a quantity, the last one is kept.
-        """
+        """Make a call and record its results. `measure` measures the same again: of several calls that measure a
+        quantity, the last one is kept."""
         check, fn, gpus = repeatable.check, repeatable.fn, repeatable.gpus
         try:
             results = call()

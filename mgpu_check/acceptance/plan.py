@@ -78,12 +78,8 @@ _RESULTS_OF_CORES = (20, 200, 2000)  # a core has 20 results in a round
 def floors(
     gpus: Sequence[Gpu], level: Level, memory_share: float, soak: float | None, dcgm: bool = False
 ) -> dict[str, dict[Subject, Work]]:
-    """Return the least work that passes, by check and subject.
-
-    Args:
-        soak: requested seconds of load; None without a soak.
-        dcgm: whether results of DCGM's diagnostic were given.
-    """
+    """Return the least work that passes, by check and subject. `soak` is the requested seconds of load, None without a
+    soak. `dcgm` says whether results of DCGM's diagnostic were given."""
     glance, depth_index = level == "glance", get_args(Depth).index(depth_of(level))
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
     least_work: dict[str, dict[Subject, Work]] = {}
@@ -118,13 +114,8 @@ def check_runs(
     needed: Mapping[str, Mapping[Subject, Work]],
     times: Callable[[str], tuple[float, float]],
 ) -> dict[str, CheckRun]:
-    """Return the work and the outcome of each check of `needed`.
-
-    Work on a group counts for each of its GPUs.
-
-    Args:
-        times: returns when a check began, and how many seconds it took.
-    """
+    """Return the work and the outcome of each check of `needed`. Work on a group counts for each of its GPUs. `times`
+    returns when a check began, and how many seconds it took."""
     done: dict[tuple[str, Subject], Work] = {}
     outcomes: dict[str, set[Outcome]] = {check: set() for check in needed}
     reasons: dict[str, list[str]] = {}
@@ -211,16 +202,13 @@ class Selection:
         return shlex.join([*shlex.split(command), *words, *self.files])
 
 
-DEFAULT_SOAK = 600.0
-"""Seconds of load at the level "long" without ``--for``."""
+DEFAULT_SOAK = 600.0  # seconds of load at the level "long" without ``--for``
 
 
 @dataclass(frozen=True)
 class Plan:
     """The validated settings of an acceptance run.
-
-    `Plan.of` makes it before the run starts, so that a wrong option costs no time. `Run` and `Node` read it.
-    """
+    `Plan.of` makes it before the run starts, so that a wrong option costs no time. `Run` and `Node` read it."""
 
     level: Level
     memory_share: float  # share of the free memory of each GPU to be written and read back

@@ -55,46 +55,30 @@ driver."""
 
 @dataclass(frozen=True)
 class Recorded:
-    """One quantity of one kind of subject.
-
-    Attributes:
-        value: median over all subjects.
-        spread: MAD over all subjects.
-        subjects: how many were measured.
-        repeats: the least number of repeats over all subjects.
-        places: indices of GPUs on their host, such as ``"0>1"`` -> value.
-    """
+    """One quantity of one kind of subject."""
 
     subject: SubjectKind
     quantity: Text
     unit: Unit
     size: Count
-    value: Amount
-    spread: Spread
-    subjects: Positive
-    repeats: Positive
-    places: Mapping[str, Amount]
+    value: Amount  # median over all subjects
+    spread: Spread  # MAD over all subjects
+    subjects: Positive  # how many were measured
+    repeats: Positive  # the least number of repeats over all subjects
+    places: Mapping[str, Amount]  # indices of GPUs on their host, such as ``"0>1"`` -> value
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model with one version of software.
-
-    Attributes:
-        memory: in bytes.
-        software: version of each of `SOFTWARE`.
-        recorded: time, ISO 8601.
-        gpus: number of GPUs on one host; 0 if not all of them were in the run.
-        facts: name -> value that all GPUs, or all pairs of GPUs, of this model had.
-    """
+    """One model with one version of software."""
 
     name: Text
-    memory: Count
-    recorded: Text
-    gpus: Count
-    facts: Mapping[str, Value]
+    memory: Count  # in bytes
+    recorded: Text  # time, ISO 8601
+    gpus: Count  # number of GPUs on one host; 0 if not all of them were in the run
+    facts: Mapping[str, Value]  # name -> value that all GPUs, or all pairs of GPUs, of this model had
     measurements: tuple[Recorded, ...]
-    software: Mapping[str, str] = field(default_factory=dict)
+    software: Mapping[str, str] = field(default_factory=dict)  # version of each of `SOFTWARE`
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -192,9 +176,7 @@ def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[st
 
 def place_of(measurement: Measurement, gpus: Mapping[int, Gpu]) -> str:
     """Return the place of a subject by GPU indices: ``"0>1"`` on one host, ``"0.0>1.0"`` from one host to the next.
-
-    The numbers of the hosts do not count, so that the same place on another host has the same name.
-    """
+    The numbers of the hosts do not count, so that the same place on another host has the same name."""
     if measurement.subject.kind == "host":
         return "host"
     members = [gpus[member] for member in measurement.subject.members]
@@ -217,11 +199,9 @@ def entries_of(
 ) -> list[Entry]:
     """Make the baseline entries of a run, one for each model.
 
-    Leave out measurements over several models, with too few repeats, or with an invalid value.
-
-    Args:
-        recorded: time of the run, ISO 8601.
-        visible: number of GPUs of each host, including those outside the run; by default all are in the run.
+    Leave out measurements over several models, with too few repeats, or with an invalid value. `recorded` is the time
+    of the run, ISO 8601. `visible` is the number of GPUs of each host, including those outside the run; by default all
+    are in the run.
     """
     by_number = {gpu.number: gpu for gpu in gpus}
     entries = []
@@ -258,8 +238,7 @@ def _recorded(measurements: Sequence[Measurement], gpus: Mapping[int, Gpu]) -> t
         groups[(m.subject.kind, m.quantity, m.unit, m.size, len(m.subject.members))].append(m)
     recorded = []
     for (subject_kind, quantity, unit, size, _), group in sorted(groups.items()):
-        values = [m.value for m in group]
-        middle, spread = median_and_spread(values)
+        middle, spread = median_and_spread([m.value for m in group])
         places: defaultdict[str, list[float]] = defaultdict(list)
         for m in group:
             places[place_of(m, gpus)].append(m.value)
@@ -287,25 +266,18 @@ TABLE = "floors_of_skus.json"
 
 @dataclass(frozen=True)
 class Floor:
-    """The least speed of one quantity.
-
-    Attributes:
-        data_sheet: figure of the vendor, in `unit`, for dense data and in one direction.
-        fraction: share of `data_sheet` that must be reached.
-        source, reason: where the figure comes from, and why the fraction has its value: names in `Floors`.
-        least_size: measurements of a smaller size do not count.
-        overhead: seconds that an operation takes in addition to its work.
-    """
+    """The least speed of one quantity."""
 
     subject: SubjectKind
     quantity: Text
     unit: Unit
-    data_sheet: Amount
-    fraction: Amount
+    data_sheet: Amount  # figure of the vendor, in `unit`, for dense data and in one direction
+    fraction: Amount  # share of `data_sheet` that must be reached
+    # source, reason: where the figure comes from, and why the fraction has its value: names in `Floors`
     source: Text
     reason: Text
-    least_size: Count = 0
-    overhead: Spread = 0.0
+    least_size: Count = 0  # measurements of a smaller size do not count
+    overhead: Spread = 0.0  # seconds that an operation takes in addition to its work
 
     def at(self, size: int) -> float:
         """Return the floor for a measurement of `size` bytes, or elements along a side."""
@@ -327,39 +299,26 @@ class Pcie:
 
 @dataclass(frozen=True)
 class Nominal:
-    """The facts that each GPU of a model has on a host that is wired and set as the vendor intends.
+    """The facts that each GPU of a model has on a host that is wired and set as the vendor intends."""
 
-    Attributes:
-        facts: name of a telemetry fact -> its value, or the least value of facts that may be better.
-        of_several: the same, for hosts with several GPUs: a single one of a larger board has its NVLinks switched off.
-        counts: the numbers of GPUs that hosts have; empty for any number.
-        source: where the facts come from: a name in `Floors`.
-    """
-
-    source: Text = field(compare=False)
+    source: Text = field(compare=False)  # where the facts come from: a name in `Floors`
+    # name of a telemetry fact -> its value, or the least value of facts that may be better
     facts: Mapping[str, Value] = field(default_factory=dict)
+    # the same, for hosts with several GPUs: a single one of a larger board has its NVLinks switched off
     of_several: Mapping[str, Value] = field(default_factory=dict)
-    counts: tuple[Positive, ...] = ()
+    counts: tuple[Positive, ...] = ()  # the numbers of GPUs that hosts have; empty for any number
 
 
 @dataclass(frozen=True)
 class Sku:
-    """One GPU model with its floors.
+    """One GPU model with its floors."""
 
-    Attributes:
-        names: the names that the driver gives it; a final ``*`` matches anything.
-        memory: nominal bytes; None for any. A part of a GPU (MIG) has less, and no floors.
-        pcie: None for a device without PCIe.
-        absent: quantity -> why the model has no floor for it.
-        nominal: facts besides the PCIe link; None for none.
-    """
-
-    names: Texts
-    pcie: Pcie | None
+    names: Texts  # the names that the driver gives it; a final ``*`` matches anything
+    pcie: Pcie | None  # None for a device without PCIe
     floors: tuple[Floor, ...]
-    memory: Positive | None = None
-    absent: Mapping[str, str] = field(default_factory=dict)
-    nominal: Nominal | None = None
+    memory: Positive | None = None  # nominal bytes; None for any. A part of a GPU (MIG) has less, and no floors.
+    absent: Mapping[str, str] = field(default_factory=dict)  # quantity -> why the model has no floor for it
+    nominal: Nominal | None = None  # facts besides the PCIe link; None for none
 
     def facts(self, gpus: int) -> dict[str, Value]:
         facts: dict[str, Value] = {}
@@ -385,18 +344,13 @@ class Sku:
 
 @dataclass(frozen=True)
 class Floors:
-    """A table of floors.
-
-    Attributes:
-        sources: name -> title of the document that a figure comes from.
-        reasons: name -> why a fraction has its value.
-        measured_by: quantity -> names under which checks measure it, if they differ, without the part after a comma.
-    """
+    """A table of floors."""
 
     file: str
     skus: tuple[Sku, ...]
-    sources: Mapping[str, str] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)  # name -> title of the document that a figure comes from
+    reasons: Mapping[str, str] = field(default_factory=dict)  # name -> why a fraction has its value
+    # quantity -> names under which checks measure it, if they differ, without the part after a comma
     measured_by: Mapping[str, Texts] = field(default_factory=dict)
 
     def sku(self, gpu: Gpu) -> Sku | None:

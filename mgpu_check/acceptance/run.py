@@ -66,15 +66,8 @@ class Run:
     """One acceptance run.
 
     `pytest_runtestloop` of `conftest.py` makes it and starts it before the first test, lets it look again after the
-    last one, and ends it, which closes the telemetry. `pytest_sessionfinish` asks it for the report.
-
-    Args:
-        command: the command line of the user, without the options that select checks.
-        seed: seed of Hypothesis; None if it is not a number.
-
-    Attributes:
-        ended_by: the signal that interrupted the run; None for Ctrl-C.
-        broken: names of tests that ended with an error of their own.
+    last one, and ends it, which closes the telemetry. `pytest_sessionfinish` asks it for the report. `command` is that
+    of the user, without the options that select checks; `seed` is that of Hypothesis, None if it is not a number.
     """
 
     def __init__(
@@ -92,8 +85,8 @@ class Run:
         self.log.judge = lambda entry: judged(entry, plan.policy)
         self.selected: set[str] = set()
         self.interrupted = False
-        self.ended_by: str | None = None
-        self.broken: list[str] = []
+        self.ended_by: str | None = None  # the signal that interrupted the run; None for Ctrl-C
+        self.broken: list[str] = []  # names of tests that ended with an error of their own
         self.node: Node | None = None
         self.looks: list[Look] = []
         self._of_history: set[tuple[str, Subject]] = set()
@@ -139,9 +132,7 @@ class Run:
 
     def _look(self, host: int) -> _FirstLook:
         """Return the GPUs of a host, its name, boot id, software, past Xids, and what its kernel says.
-
-        GPUs that refuse a context are included.
-        """
+        GPUs that refuse a context are included."""
         pool = self.session.pool
         if not self.plan.simulate:
             first_look: _FirstLook = pool.in_fresh_process(_look, host)
@@ -235,10 +226,8 @@ class Run:
 
     def _control(self, call: RepeatableCall, failed: Sequence[Observation]) -> None:
         """Control a call that has just failed, while its processes are still there.
-
         After several failures of a check that need a history, its further ones count as such, unless a control has
-        shown otherwise.
-        """
+        shown otherwise."""
         assert self.node is not None
         subjects = {(entry.check, entry.subject) for entry in failed}
         if subjects <= self._controlled:

@@ -24,8 +24,7 @@ Kind = Literal["ACCEPTED", "REJECTED", "INCONCLUSIVE", "SUSPECT"]
 EXIT_CODES: Mapping[Kind, int] = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2, "SUSPECT": 5}
 """Exit code for each verdict. A merge of reports ends with the code of its worst verdict."""
 
-INTERRUPTED = 130
-"""Exit code of an interrupted run, with any verdict."""
+INTERRUPTED = 130  # exit code of an interrupted run, with any verdict
 
 
 @dataclass(frozen=True)
@@ -179,9 +178,7 @@ class RunReport:
 @dataclass(frozen=True, eq=False)
 class RepeatableCall:
     """A call ``fn(rank, *args)`` on ranks, or in a node process, that returned results and can be repeated.
-
-    `Node` makes it for each call. The log keeps it beside the results, and controls and second looks repeat it.
-    """
+    `Node` makes it for each call. The log keeps it beside the results, and controls and second looks repeat it."""
 
     check: str
     fn: Callable[..., Any]
@@ -225,18 +222,15 @@ class RunLog:
 
     `Run` makes it. `conftest.py` begins a section for each test, and `Node` adds the results of calls to the last one.
     The verdict and the report read all of it when the tests have ended.
-
-    Attributes:
-        on_added: called with the new results after each `add`.
-        judge: returns an observation with its finding and ruling.
-        zero: start of the run, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self.sections: list[Section] = []
+        # called with the new results after each `add`
         self.on_added: Callable[[Sequence[SubjectResult]], None] = lambda results: None
+        # returns an observation with its finding and ruling
         self.judge: Callable[[Observation], Observation] = lambda entry: judged(entry, {})
-        self.zero = time.monotonic()
+        self.zero = time.monotonic()  # start of the run, by `time.monotonic`
 
     def now(self) -> float:
         return time.monotonic() - self.zero

@@ -21,8 +21,7 @@ from mgpu_check.acceptance.references import SOFTWARE
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 
-SLOW_NODE = "MGPU-NODE-SLOW"
-"""Id of the finding about a node that stands out."""
+SLOW_NODE = "MGPU-NODE-SLOW"  # id of the finding about a node that stands out
 
 
 @dataclass(frozen=True)

@@ -58,18 +58,10 @@ _TRIES = 3
 
 
 class Watch:
-    """The telemetry of a run.
+    """The telemetry of a run; `epoch` is its start by `time.monotonic`, and `simulated` the source of simulated GPUs.
 
     `Run.start` makes it. `Node.mark` takes a snapshot before the first test and after each, the checks of inventory and
-    health call `under_load`, and `Run.end` closes it.
-
-    Args:
-        simulated: source of the telemetry of simulated GPUs; None on real ones.
-        interval: seconds between two samples of a GPU.
-        epoch: start of the run, by `time.monotonic`.
-
-    Attributes:
-        hosts: number of a host -> numbers of its GPUs.
+    health call `under_load`, and `Run.end` closes it. `interval` is the seconds between two samples of a GPU.
     """
 
     def __init__(
@@ -79,9 +71,9 @@ class Watch:
         self._pool = pool
         self._simulated = simulated
         self._of = dict(grouped((gpu.host, (gpu.number, gpu.uuid)) for gpu in gpus))
+        # number of a host -> numbers of its GPUs
         self.hosts = {host: [number for number, _ in host_gpus] for host, host_gpus in self._of.items()}
-        local_gpus = self._of.pop(0, [])
-        self._sampler = TelemetrySampler(local_gpus, simulated, interval, epoch=epoch)
+        self._sampler = TelemetrySampler(self._of.pop(0, []), simulated, interval, epoch=epoch)
         self._visited: dict[int, float] = {}
         self._answering: set[int] = set()
         self._samples: list[TelemetrySample] = []
@@ -102,9 +94,7 @@ class Watch:
 
     def under_load(self, node: Node, check: str, seconds: float) -> list[TelemetrySample]:
         """Keep the GPUs of all hosts busy for `seconds`, and return the new samples.
-
-        Repeat up to `_TRIES` times if a GPU has no sample under load: on a busy machine a sample may come late.
-        """
+        Repeat up to `_TRIES` times if a GPU has no sample under load: on a busy machine a sample may come late."""
         begun = self.now()
         for _ in range(_TRIES):
             self._keep_busy(node, check, seconds)

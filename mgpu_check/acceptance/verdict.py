@@ -50,12 +50,9 @@ def smallest_sets(
 ) -> list[frozenset[S]] | None:
     """Return every set of suspects that explains each failure, at the lowest price or up to `alike` above it.
 
-    Args:
-        explaining: for each failure the suspects that explain it, at least one.
-        price: the price of each suspect, above `alike`, so that no returned set contains a superfluous suspect.
-
-    Returns:
-        The sets, the cheapest first; None if the search would take too long.
+    `explaining` has for each failure the suspects that explain it, at least one. The `price` of each suspect is above
+    `alike`, so that no returned set contains a superfluous suspect. The cheapest set comes first; None if the search
+    would take too long.
     """
     if not explaining:
         return [frozenset()]
@@ -169,10 +166,9 @@ def explain(
 ) -> Explanation:
     """Return the parts that every smallest explanation of the failed `observations` contains.
 
-    Args:
-        follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has
-            shown. Only the host, with its software, explains them.
-        needs_history: indices of observations that a control in fresh processes does not repeat. No part explains them.
+    `follows_rank` has indices of observations whose fault stays with the rank on every device, as a second look has
+    shown: only the host, with its software, explains them. `needs_history` has those of observations that a control in
+    fresh processes does not repeat: no part explains them.
     """
     explained: dict[Part, list[int]] = {}
     keys: dict[Key, list[int]] = {}
@@ -349,12 +345,8 @@ class Look:
 
 
 def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monotonic) -> Iterator[Look]:
-    """Repeat the cases that failed in groups, up to the number and the time for the level, and record the results in
-    the log.
-
-    Yields:
-        Each look when it is done; for a case that the time did not suffice for, a look that says so.
-    """
+    """Repeat the cases that failed in groups, up to the number and time for the level, and record the results in the
+    log. Yield each look when it is done; for a case that the time did not suffice for, a look that says so."""
     calls: dict[str, RepeatableCall] = {}
     for entry, call in log.failed_calls():
         if entry.subject.kind == "group" and len(call.gpus) > 1 and call.host is None:
@@ -433,9 +425,7 @@ class _SecondRun:
 
     def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> tuple[int, ...]:
         """Repeat the case on a group until it fails, and return the GPUs in the order that failed; empty if none did.
-
-        Each repeat gives each rank the next GPU: a GPU that receives wrong data is right where it is the root.
-        """
+        Each repeat gives each rank the next GPU: a GPU that receives wrong data is right where it is the root."""
         for repeat in range(self._repeats_of(group)):
             if self.is_late():
                 raise _TimeIsOver
@@ -477,9 +467,7 @@ class _SecondRun:
 
     def _permuted(self, group: tuple[int, ...]) -> str | None:
         """Run with each device at each rank, and return what the fault follows; None if too few runs show it.
-
-        A fault follows the rank only if it shows on every device of the group there.
-        """
+        A fault follows the rank only if it shows on every device of the group there."""
         devices: list[set[int]] = []
         ranks: list[set[int]] = []
         for by in range(len(group)):
@@ -546,9 +534,7 @@ _SUBJECTS = {"gpu": ("gpu",), "link": ("copy",), "host-link": ("upload", "downlo
 
 def remedy_for(component: Part, failed: Sequence[Observation]) -> Remedy:
     """Return what to do about `component`, given the failed observations that it explains.
-
-    A finding about another subject is a symptom: its severity and its action are not those of the part.
-    """
+    A finding about another subject is a symptom: its severity and its action are not those of the part."""
     remedy = Remedy("isolate", _ACTIONS[component.kind], _ADVICE[component.kind])
     defects = listed(entry for entry in failed if _names_the_defect(entry))
     own = listed(entry for entry in failed if _is_about(entry.subject, component))
@@ -591,11 +577,8 @@ def _names_the_defect(entry: Observation) -> bool:
 def evidence_lines(
     observations: Sequence[Observation], numbers: Sequence[int], others: Mapping[int, Sequence[Part]]
 ) -> Iterator[str]:
-    """Yield a line for each check, subject and kind of finding that failed, with the number of failures.
-
-    Args:
-        others: the other accused parts that explain an observation, by its index.
-    """
+    """Yield a line for each check, subject and kind of finding that failed, with the number of failures. `others` has
+    the other accused parts that explain an observation, by its index."""
     looks = Counter((entry.check, entry.subject.in_any_order) for entry in observations)
     failed: dict[tuple[str, Subject, str], list[int]] = {}
     for number in numbers:

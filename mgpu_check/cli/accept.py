@@ -166,9 +166,7 @@ def main(argv: Sequence[str]) -> int:
 
 class _Ending:
     """A pytest plugin that distinguishes an interrupted run from an undecided one: pytest's exit code is 2 for both.
-
-    `main` makes it for one run, and reads it after pytest has returned.
-    """
+    `main` makes it for one run, and reads it after pytest has returned."""
 
     interrupted = False
     broken = False

@@ -47,11 +47,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(least: int, description: str) -> Callable[[str], int]:
-    """Return a type for `argparse`: an integer of at least `least`.
-
-    Args:
-        description: what the integer is, as in "number of GPUs".
-    """
+    """Return a type for `argparse`: an integer of at least `least`. `description` says of what, as in "number of
+    GPUs"."""
 
     def parse(text: str) -> int:
         try:

@@ -14,20 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_check import pages
-from mgpu_check.cli import simulate
+from mgpu_check.cli import run_options, simulate
 from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
-from mgpu_check.cli.run_options import (
-    OF_RUNS,
-    add_run_options,
-    conclude,
-    counted,
-    interruptible,
-    plan_of,
-    refuse,
-    script_command,
-    tell,
-    writable,
-)
 from mgpu_check.compare import comparison
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.page import write_page
@@ -47,7 +35,7 @@ def of_files(options: argparse.Namespace, files: Sequence[str], parser: argparse
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
     reason = "two traces are compared without running a script; only --unjudged, --html and --json go with them"
-    refuse(options, OF_RUNS, reason, parser)
+    run_options.refuse(options, run_options.OF_RUNS, reason, parser)
     reference, candidate = (_read(Path(file), parser) for file in files)
     print(f"mgpu-check compare: {files[1]} ({_told(candidate)}) with {files[0]} ({_told(reference)})", flush=True)
     plan = ComparisonPlan([], shlex.join(files), candidate.world, {}, {}, "", 0.0, None)
@@ -81,7 +69,7 @@ def _judge(
 def _written(options: argparse.Namespace, done: ScriptComparison, reference: str = "one device") -> int:
     if options.html:
         write_page(options.html, done, reference)
-    return conclude(done, json=options.json)
+    return run_options.conclude(done, json=options.json)
 
 
 def compare_two_runs(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
@@ -89,23 +77,19 @@ def compare_two_runs(options: argparse.Namespace, plan: ComparisonPlan, parser: 
     if options.golden:
         return _golden(options, plan, parser)
     values = VALUES_OF_COMPARISON if installed() else 0
-    with interruptible(), ExitStack() as undo:
+    with run_options.interruptible(), ExitStack() as undo:
         reference, candidate, notes = _recordings(options, plan, values, undo, parser)
         print(f"mgpu-check compare: {plan.shown}: {candidate.name} with {reference.name}{plan.note}", flush=True)
         for line in notes:
-            tell(line)
+            run_options.tell(line)
         return _both(options, plan, reference, candidate)
 
 
 def _recordings(
     options: argparse.Namespace, plan: ComparisonPlan, values: int, undo: ExitStack, parser: argparse.ArgumentParser
 ) -> tuple[RunRecording, RunRecording, Sequence[str]]:
-    """Return the two runs of --against, or of --a and --b, and what the user should know of them.
-
-    Args:
-        values: most bytes of values to keep of each.
-        undo: removes the files of the commit.
-    """
+    """Return the two runs of --against, or of --a and --b, and what the user should know of them. `values` is the most
+    bytes of values to keep of each, and `undo` removes the files of the commit."""
     try:
         if options.against:
             revision = undo.enter_context(checked_out(options.against))
@@ -138,7 +122,7 @@ def _both(options: argparse.Namespace, plan: ComparisonPlan, reference: RunRecor
         shared = [UndividedRun(f"the ranks of {another.name}", another.made, plan.world)] if share else []
         stopped = None
         try:
-            runs.append(record(side, tell, [own, *shared]))
+            runs.append(record(side, run_options.tell, [own, *shared]))
         except NotRecorded as error:
             stopped = error
         for script in (side.made, another.made):  # the runs of both, if slices were found in the other run
@@ -165,9 +149,9 @@ def _golden(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.
     values = VALUES_OF_COMPARISON if golden.values is not None and installed() else 0
     run = RunRecording("this run", ScriptComparison(plan), values, rounding=not golden.moved)
     print(f"mgpu-check compare: {plan.shown}: this run with {path} ({_told(golden)}){plan.note}", flush=True)
-    with interruptible():
+    with run_options.interruptible():
         try:
-            recorded = record(run, tell)
+            recorded = record(run, run_options.tell)
         except NotRecorded as stopped:
             run.made.verdict = stopped.verdict(beside=True)
             return _written(options, run.made, golden.name)
@@ -176,9 +160,9 @@ def _golden(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.
 
 def write_recorded(recording: RunRecording, path: Path) -> int:
     """Record a run, and write its trace. Return the exit code."""
-    with interruptible():
+    with run_options.interruptible():
         try:
-            run = record(recording, tell)
+            run = record(recording, run_options.tell)
         except NotRecorded as stopped:
             print(f"\n{stopped.told('not recorded')}")
             return WRONG if stopped.failed else UNDECIDED
@@ -231,7 +215,7 @@ def _page(text: str) -> Path:
         pages.require("a page")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return writable(text)
+    return run_options.writable(text)
 
 
 _TAKE_A_WORD = (
@@ -250,19 +234,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_run_options(parser, "compare", f"{_LIMIT} of ranks and one device, else all")
+    run_options.add_run_options(parser, "compare", f"{_LIMIT} of ranks and one device, else all")
     add = parser.add_argument
     text = "parameters that need not be compared, and the reason, which the report repeats (may be given several times)"
     add("--unjudged", type=_accepted, action="append", default=[], metavar="PATTERN=REASON", help=text)
     text = "write a page with the curves of loss and deviation, and a picture of where the runs differ; requires "
     add("--html", type=_page, metavar="FILE", help=text + pages.INSTALL)
-    add("--json", type=writable, metavar="FILE", help="write the verdict and the compared values as JSON")
+    add("--json", type=run_options.writable, metavar="FILE", help="write the verdict and the compared values as JSON")
     text = "compare the run of the working tree with the run of a commit, which git checks out temporarily"
     add("--against", type=_word, metavar="COMMIT", help=text)
     for flag in ("--a", "--b"):
         text = "compare two runs whose scripts have these additional arguments"
         add(flag, type=_word, metavar="ARGUMENTS", help=text)
-    add("--golden", type=writable, metavar="FILE", help="compare the run with the trace in FILE")
+    add("--golden", type=run_options.writable, metavar="FILE", help="compare the run with the trace in FILE")
     add("--update-golden", action="store_true", help="write the trace of the run to the FILE of --golden")
     return parser
 
@@ -299,9 +283,9 @@ def main(argv: Sequence[str]) -> int:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             return of_files(options, files, parser)
         of_runs = _check(options, parser)
-        command = script_command(program, parser)
-        count = counted(options, command, [options.gpus] if of_runs else [1, options.gpus], parser)
-        plan = replace(plan_of(options, program, command, count), unjudged=dict(options.unjudged))
+        command = run_options.script_command(program, parser)
+        count = run_options.counted(options, command, [options.gpus] if of_runs else [1, options.gpus], parser)
+        plan = replace(run_options.plan_of(options, program, command, count), unjudged=dict(options.unjudged))
         return compare_two_runs(options, plan, parser) if of_runs else _compare(options, plan)
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
@@ -311,5 +295,5 @@ def main(argv: Sequence[str]) -> int:
 def _compare(options: argparse.Namespace, plan: ComparisonPlan) -> int:
     print(f"mgpu-check compare: {plan.shown}: one device, and {options.gpus} ranks{plan.note}", flush=True)
     plan = replace(plan, limit=_LIMIT if options.steps is None else None)
-    with interruptible():
-        return _written(options, comparison.compare(plan, tell))
+    with run_options.interruptible():
+        return _written(options, comparison.compare(plan, run_options.tell))

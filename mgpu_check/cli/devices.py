@@ -9,11 +9,8 @@ from mgpu_check.cli.codes import Parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the visible devices, and the variable that selects them.
-
-    Returns:
-        Exit code 0, also without devices; 4 if the driver or the devices do not work.
-    """
+    """Print the visible devices, and the variable that selects them. Return 0, also without devices; 4 if the driver or
+    the devices do not work."""
     parser = Parser(prog="mgpu-check devices", description="List the GPUs that torch sees on this machine.")
     parser.parse_args(argv)
     import torch

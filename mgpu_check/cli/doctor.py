@@ -317,11 +317,8 @@ _TIMEOUT = "120"  # seconds; the first rank imports torch
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a line for each fact about this machine, and try a sum over ranks.
-
-    Returns:
-        Exit code 0, also with warnings; 1 if ranks cannot run; 4 for wrong usage.
-    """
+    """Print a line for each fact about this machine, and try a sum over ranks. Return 0, also with warnings; 1 if ranks
+    cannot run; 4 for wrong usage."""
     parser = Parser(prog="mgpu-check doctor", description="Say whether ranks can run here, and what to change.")
     parser.add_argument("--gpus", type=_count, metavar="N", help="plan for N GPUs; default: all, or 4 simulated ones")
     parser.add_argument("--json", action="store_true", help="print JSON")

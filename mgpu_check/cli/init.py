@@ -55,11 +55,7 @@ def text_of(path: Path) -> str:
 
 
 def commands(root: Path, documents: Iterable[Path], modules: Mapping[str, Path]) -> Iterator[Command]:
-    """Yield the commands that start a script of the repository.
-
-    Args:
-        modules: dotted name -> path of a Python file of the repository.
-    """
+    """Yield the commands that start a script of the repository. `modules` has its Python files by dotted name."""
     for document in sorted(documents, key=lambda path: (len(path.parts), path)):
         text = text_of(root / document)
         for match in _STARTER.finditer(text):
@@ -124,10 +120,8 @@ def configured(
 ) -> Iterator[tuple[str, str]]:
     """Yield key and value of the entries of a configuration, as "data.batch_size" and "64".
 
-    Args:
-        root: the directory of the whole configuration.
-        groups: the directories from there to this file, which are the package of its entries.
-        visited: files that were read.
+    `root` is the directory of the whole configuration, and `groups` the directories from there to this file, which are
+    the package of its entries. Files in `visited` were read.
     """
     path = root.joinpath(*groups, name if name.endswith(".yaml") else f"{name}.yaml")
     visited = set() if visited is None else visited
@@ -222,11 +216,7 @@ class Survey:
 
 
 def survey(root: Path, named: str = "") -> Survey:
-    """Return the survey of a repository.
-
-    Args:
-        named: a script as the user names it: a path, "-m package.module", or a program that the package installs.
-    """
+    """Survey a repository. `named` is the user's script: a path, "-m package.module", or an installed program."""
     files: dict[Path, SourceFile] = {}
     unread = 0
     documents = []
@@ -461,9 +451,8 @@ _ROWS = (
 def main(argv: Sequence[str]) -> int:
     """Survey the current directory, write a test, and run it.
 
-    Returns:
-        0 if the test passed, and with ``--no-run``; 1 if it failed; 2 if no script was found, or if nothing was
-        compared; 4 for wrong usage.
+    Return 0 if the test passed, and with ``--no-run``; 1 if it failed; 2 if no script was found, or if nothing was
+    compared; 4 for wrong usage.
     """
     parser = Parser(
         prog="mgpu-check init",
@@ -566,11 +555,7 @@ def _named_script(program: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def fitted_arguments(entry: TrainingScript, user_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the test's script, and what they assume.
-
-    Args:
-        user_arguments: the user's arguments, which are kept.
-    """
+    """Return the arguments of the test's script, among them all of the user, and what they assume."""
     sizes = [] if entry.training_arguments else _sizes(entry, user_arguments)
     others = [(option, row) for row in _ROWS if (option := _fitting(row, entry.options)) is not None]
     words, assumed, fits = list(user_arguments), [], [*sizes, *others]

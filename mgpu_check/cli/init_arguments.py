@@ -158,9 +158,7 @@ _TIMEOUT = 60.0  # seconds: imports from a cold disk take long
 
 def learned(started: str, arguments: Sequence[str]) -> tuple[tuple[ScriptArgument, ...], str | None]:
     """Run a script up to its first parser: "train.py", "-m package.train" or an installed program.
-
-    Return the arguments that its parser takes; and why they are unknown, or None.
-    """
+    Return the arguments that its parser takes; and why they are unknown, or None."""
     words = shlex.split(started) if started.startswith("-m ") else [started]
     launched = {name: text.format(rank=0, world=1) for name, text in VARIABLES["torchrun"].items()}
     environment = simulating({**without_launcher(os.environ), **launched}, 1)

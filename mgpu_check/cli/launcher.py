@@ -29,13 +29,8 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
-    """Run this process's part of a command, and return the exit code.
-
-    The driver, and a process without a launcher, call `command`. A launched process becomes an agent.
-
-    Args:
-        arguments: the command line of `command`.
-    """
+    """Run this process's part of a command with these arguments, and return the exit code.
+    The driver, and a process without a launcher, call `command`. A launched process becomes an agent."""
     from mgpu_check.engine.remote.driver import is_driver, take_over
 
     if is_driver():
@@ -86,9 +81,7 @@ class _LaunchQuestion:
 
 def settings_of(arguments: Sequence[str]) -> Settings:
     """Parse the settings from `arguments` with pytest, without loading any conftest.
-
-    Invalid settings give the defaults; the driver reports the error.
-    """
+    Invalid settings give the defaults; the driver reports the error."""
     if arguments and arguments[0] == "pytest":
         words = list(arguments[1:])
     elif arguments and arguments[0] == "accept":

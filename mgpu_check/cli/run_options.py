@@ -95,9 +95,7 @@ def refuse(
 
 def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
     """Return the words of a launcher before its script, and the row of variables that its ranks get.
-
-    The words are empty if `program` starts with no launcher.
-    """
+    The words are empty if `program` starts with no launcher."""
     name = Path(program[0]).name if program else ""
     module = program.index("-m") + 1 if (is_python(name) or name == "-m") and "-m" in program[:-1] else 0
     if name not in _LAUNCHERS and not (module and _LAUNCHING.match(program[module])):
@@ -114,9 +112,7 @@ def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
 
 def _is_value(program: Sequence[str], index: int, following: int) -> bool:
     """Return whether a Python file is the value of an option of the launcher: a Python with its script follows.
-
-    A file alone that follows may be an argument of the script, as in `torchrun --standalone train.py config.py`.
-    """
+    A file alone that follows may be an argument of the script, as in `torchrun --standalone train.py config.py`."""
     if not program[index].endswith(".py") or "=" in program[index]:
         return "=" in program[index]
     starts = is_python(Path(program[following]).name) and program[following + 1 : following + 2]
@@ -146,9 +142,7 @@ def after_options(words: Sequence[str]) -> Sequence[str]:
 
 def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return the command of a script, which may start with a launcher or a Python interpreter.
-
-    Each rank runs the script directly, without the launcher.
-    """
+    Each rank runs the script directly, without the launcher."""
     own = parser.prog.rpartition(" ")[2]
     launcher, _ = launched_by(program)
     for word in _before_script(launcher or program[:1]):
@@ -194,9 +188,7 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
 
 def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
     """Return the number of devices. Reject a number below that of ranks, because the ranks would fail.
-
-    No device at all is accepted: the script may run on CPUs.
-    """
+    No device at all is accepted: the script may run on CPUs."""
     import torch
 
     # It asks NVML, and creates no CUDA context, which would occupy memory (torch/cuda/__init__.py, device_count, 2.13).

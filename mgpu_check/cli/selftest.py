@@ -29,17 +29,14 @@ from mgpu_check.settings import activate, active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
 
 CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
-ALONE = "X"
-"""In the table, in place of `CAUGHT`: caught by this check and by no other."""
+ALONE = "X"  # in the table, in place of `CAUGHT`: caught by this check and by no other
 _OF_SEEDS = 19, 20  # a check must catch each of its faults on at least 19 of 20 seeds
 
 
 @dataclass
 class PropertyMatrix:
     """The faults and checks of one property, and the outcomes of each pair that was tried.
-
-    A `Selftest` makes one for each property, fills it while pytest collects and runs, and prints it at the end.
-    """
+    A `Selftest` makes one for each property, fills it while pytest collects and runs, and prints it at the end."""
 
     name: str
     faults: Sequence[Fault]
@@ -101,9 +98,7 @@ class PropertyMatrix:
 
     def not_proven(self) -> Iterator[str]:
         """Yield a line for each missed fault, each fault that no check catches, and each check that catches no fault.
-
-        If all pairs were tried, also for each check that catches no fault alone. Deselected pairs are ignored.
-        """
+        If all pairs were tried, also for each check that catches no fault alone. Deselected pairs are ignored."""
         for fault in self.faults:
             if not set(self.checks) & set(fault.caught_by):
                 continue
@@ -207,13 +202,10 @@ class Selftest:
     `main` makes it and gives it to one run of pytest, whose hooks fill its matrices; `print_verdict` ends it.
 
     Without a fault, a check draws the number of examples of the level "quick". With a fault, it draws the number of the
-    run's level, until the first example that fails.
-
-    Args:
-        quick: plant 1/15 of the faults; the choice depends only on the names of the faults. Checks without a fault
-            to catch do not run. The others run without a fault at the level "quick".
-        all_pairs: try each fault on all checks of its property.
-        seeds: number of seeds to try each pair with; 0 for the seed of the run.
+    run's level, until the first example that fails. A `quick` run plants 1/15 of the faults; the choice depends only on
+    their names. Checks without a fault to catch do not run then, and the others run without a fault at the level
+    "quick". With `all_pairs`, each fault is tried on all checks of its property. `seeds` is the number of seeds to try
+    each pair with; 0 for the seed of the run.
     """
 
     def __init__(

@@ -65,10 +65,8 @@ def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) ->
 def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `argv` into options of the command and the program with its arguments.
 
-    The program starts after ``--``, or at ``-m`` or the first word that is not an option.
-
-    Args:
-        takes_a_word: options of the command whose value may be the next word.
+    The program starts after ``--``, or at ``-m`` or the first word that is not an option. The value of an option in
+    `takes_a_word` may be the next word.
     """
     position = 0
     while position < len(argv):
@@ -83,12 +81,7 @@ def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[lis
 
 def program_command(program: Sequence[str], parser: argparse.ArgumentParser, hint: str = "") -> list[str]:
     """Return the command that starts `program`: a script, ``-m`` and a module, or a program by its path or name.
-
-    Scripts and modules run in a new Python process.
-
-    Args:
-        hint: added to the message if there is no such script.
-    """
+    Scripts and modules run in a new Python process. The message has the `hint` if there is no such script."""
     if not program:
         parser.error("no program given; name a script, or a module with -m")
     if program[0] == "-m":

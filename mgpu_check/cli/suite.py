@@ -130,15 +130,11 @@ _SWITCHES = {option.flag for option in all_options().values() if "metavar" not i
 def misuse(
     arguments: Sequence[str], own: Mapping[str, str] | None = None, own_switches: Collection[str] = ()
 ) -> str | None:
-    """Return an error message if an option lacks its value, has an empty or needless one, or if ``--simulate`` lacks
-    the number of GPUs; otherwise None.
+    """Return an error message if an option lacks its value, or has an empty or needless one; otherwise None.
 
-    An empty value is most often that of a variable of the shell that is not set: to ignore it would run another test
-    than the one that was asked for.
-
-    Args:
-        own: options of the command itself that need a value -> an example of the value.
-        own_switches: options of the command itself without a value.
+    It also covers ``--simulate`` without the number of GPUs. An empty value is most often that of a variable of the
+    shell that is not set: to ignore it would run another test than the one that was asked for. `own` has options of the
+    command itself that need a value, each with an example of the value, and `own_switches` those without.
     """
     asking = {**_VALUED, **{flag: f", such as {flag}={example}" for flag, example in (own or {}).items()}}
     for argument, following in itertools.pairwise([*itertools.takewhile(lambda word: word != "--", arguments), "--"]):
@@ -204,13 +200,10 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
 
 
 class _SuitePlugin:
-    """A pytest plugin for the process of a command. Rejects arguments that name no test file, with a clearer message
-    than pytest's. Starts the fork server of a simulated node before the collection, so that both run side by side.
-    `run` makes it for one run of pytest.
+    """A pytest plugin for the process of a command, which `run` makes for one run of pytest.
 
-    Args:
-        package: the package of tests.
-        preload: modules of the package that the fork server imports; empty to start it after the collection.
+    Rejects arguments that name no test file of `package`, with a clearer message than pytest's. Starts the fork server
+    of a simulated node before the collection, so that both run side by side, unless no modules to `preload` are given.
     """
 
     def __init__(self, package: ModuleType, preload: Sequence[str]) -> None:

@@ -24,8 +24,7 @@ Quantity = Literal["before", "gradient", "parameter", "state"]
 """A quantity of a step: a parameter before the first step, a gradient, a parameter after the step, or a state of
 the optimizer or a buffer after the step."""
 
-QUANTITIES: tuple[Quantity, ...] = ("before", "gradient", "parameter", "state")
-"""In the order of a step."""
+QUANTITIES: tuple[Quantity, ...] = ("before", "gradient", "parameter", "state")  # in the order of a step
 FIELDS = {"before": "before", "gradient": "gradients", "parameter": "parameters", "state": "states"}
 """Quantity -> the field of a step with its tensors."""
 
@@ -59,9 +58,7 @@ def largest_deviation(
     labels: Sequence[tuple[str, bool]], got: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> Deviation:
     """Return the largest deviation among numbers, each with its typical size (see `TensorSummary.entries`).
-
-    `labels`: the name of each number, and whether it is an element of the tensor.
-    """
+    `labels`: the name of each number, and whether it is an element of the tensor."""
     worst = Deviation(0.0)
     for (name, is_element), (value, size_here), (wanted, size) in zip(labels, got, expected, strict=True):
         if value == wanted or (math.isnan(value) and math.isnan(wanted)):
@@ -125,10 +122,8 @@ class Samples:
     @property
     def known(self) -> bool:
         """True if a model was called on one device and on the ranks, so that samples can be compared.
-
-        The first of several stages may be called with parts of the batch, and only the first part is recorded. Then
-        the samples are known only if they equal the samples of one device.
-        """
+        The first of several stages may be called with parts of the batch, and only the first part is recorded. Then the
+        samples are known only if they equal the samples of one device."""
         if self.staged or (self.divided and not self.together - self.reference):
             return bool(self.reference) and self.same
         return bool(self.reference) and any(self.ranks)
@@ -164,10 +159,8 @@ class Samples:
 
 def with_common_samples(traces: Sequence[Trace]) -> list[Trace]:
     """Return traces with the samples of the first call that all of them make in a step.
-
     One device and the ranks may call another outermost module: Lightning calls the module itself on one device, and its
-    wrapper on ranks.
-    """
+    wrapper on ranks."""
     steps = [_with_common_samples(aligned) for aligned in zip(*(trace.steps for trace in traces), strict=False)]
     return [
         replace(trace, steps=[*(aligned[index] for aligned in steps), *trace.steps[len(steps) :]])
@@ -218,10 +211,8 @@ class PlacedParts:
 @dataclass
 class Aligned(PlacedParts):
     """The run on one device and the run on several ranks. Steps are counted from 0 here, and from 1 in reports.
-
     A comparison makes it from finished runs, again when the ranks have found their slices, and once more for a replay.
-    The verdict, the diagnosis and the reports read it.
-    """
+    The verdict, the diagnosis and the reports read it."""
 
     reference: Trace  # the trace of the run on one device
     ranks: list[Trace]  # the traces of the ranks, in order; one trace for a single process with several devices
@@ -317,10 +308,8 @@ class Aligned(PlacedParts):
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
         """Return the loss on one device, the mean loss of the ranks, and the loss of each rank.
-
         The mean is weighted by the number of samples of each rank if all numbers are known. It is None if a loss is
-        unknown.
-        """
+        unknown."""
         rank_losses = [trace.steps[step].loss for trace in self.ranks]
         finite_losses = [loss for loss in rank_losses if loss is not None]
         if len(finite_losses) < len(rank_losses):

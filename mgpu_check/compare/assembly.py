@@ -70,9 +70,7 @@ def matched(reference: Trace, rank: Trace) -> dict[str, str | None]:
 
 def _namesake(label: str, reference: Trace) -> str | None:
     """Return the parameter of one device with the same name, or with the only name that differs by a prefix.
-
-    A wrapper, such as a strategy of Lightning, puts a prefix before the names.
-    """
+    A wrapper, such as a strategy of Lightning, puts a prefix before the names."""
     if label in reference.parameters:
         return label
     namesakes = [name for name in reference.parameters if name.endswith(f".{label}") or label.endswith(f".{name}")]
@@ -206,9 +204,7 @@ _Values = Collection[_Value]
 
 def together(slices: _Values, expected: TensorSummary | None) -> TensorSummary | None:
     """Return the whole tensor from all of its parts; None without parts.
-
-    `expected`: the tensor on one device. The norm of a mean is unknown without its elements, so its norm is taken.
-    """
+    `expected`: the tensor on one device. The norm of a mean is unknown without its elements, so its norm is taken."""
     if not slices:
         return None
     pieces = []
@@ -264,9 +260,7 @@ def mean_of(values: Sequence[TensorSummary], shares: Sequence[float]) -> TensorS
 @dataclass
 class Assembly(PlacedParts):
     """Traces of ranks as if each rank held whole tensors with the names of one device.
-
-    `assembled` makes it from the traces of a finished run; an `Aligned` takes over its fields.
-    """
+    `assembled` makes it from the traces of a finished run; an `Aligned` takes over its fields."""
 
     ranks: list[Trace]
     may_hold_slices: bool  # a rank may hold a slice that is not placed yet. Its values may show the place.
@@ -376,9 +370,7 @@ def _add_states(
     reasons: dict[str, str],
 ) -> bool:
     """Add the states and buffers of a rank under the names of their parameters and modules on one device.
-
-    Return whether the rank may hold slices of buffers.
-    """
+    Return whether the rank may hold slices of buffers."""
     open_ = False
     modules = prefixes({**matches, **pieces_of})
     for label, state in trace.states.items():
@@ -476,9 +468,7 @@ def _users(
     traces: Sequence[Trace], ranks: Sequence[Trace], matches: Sequence[Mapping[str, str | None]]
 ) -> dict[str, set[int]]:
     """Return the ranks that use a parameter, for each that only some of its ranks use, and take it from the others.
-
-    These never had its gradient, and never called its module. States of the parameter go with it.
-    """
+    These never had its gradient, and never called its module. States of the parameter go with it."""
     idle: list[set[str]] = []
     for trace in ranks:
         active = {name for step in trace.steps for name in step.gradients.keys() - step.idle}

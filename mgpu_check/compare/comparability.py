@@ -166,9 +166,7 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
 
 def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
     """Return the values that compare cannot read, each with its type: parameters, gradients, and states of parameters.
-
-    If one device has none, those of ranks count.
-    """
+    If one device has none, those of ranks count."""
     on_reference = [event for event in aligned.reference.of("unread") if not event["of"] or event["of"] in judged]
     events = on_reference or [event for trace in aligned.ranks for event in trace.of("unread")]
     tensors = "compare cannot read the values of its type {}"
@@ -216,14 +214,8 @@ def left_over(aligned: Aligned, missed: Sequence[str]) -> str:
 
 def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
     """Separate the uncompared names that the user accepts from the others.
-
-    Args:
-        missed: see `not_compared`.
-        unjudged: the user's patterns, each with its reason.
-
-    Returns:
-        The names that no pattern accepts; report lines, one for each reason and each used pattern; the unused patterns.
-    """
+    `missed` is that of `not_compared`, and `unjudged` has the user's patterns, each with its reason. Return the names
+    that no pattern accepts; report lines, one for each reason and each used pattern; the unused patterns."""
     remaining: dict[str, list[str]] = defaultdict(list)
     accepted: dict[str, list[str]] = defaultdict(list)
     for name, reason in missed.items():
@@ -262,5 +254,4 @@ def _tells(aligned: Aligned, rounding: Rounding, step: int, quantity: Quantity, 
 
 def _shapes(aligned: Aligned, name: str) -> str:
     shapes = sorted({str(list(own.shape)) for t in aligned.ranks if (own := t.entry(name)) is not None})
-    full_shape = list(aligned.parameter(name).shape)
-    return f"its shape is {few(shapes, 3)} on ranks, and {full_shape} on one device"
+    return f"its shape is {few(shapes, 3)} on ranks, and {list(aligned.parameter(name).shape)} on one device"

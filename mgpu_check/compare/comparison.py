@@ -39,8 +39,7 @@ from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import named
 
-Tell = Callable[[str], None]
-"""Called with a line about each run after it has ended."""
+Tell = Callable[[str], None]  # called with a line about each run after it has ended
 
 
 class RecorderError(RuntimeError):
@@ -77,15 +76,12 @@ class ComparisonPlan:
 @dataclass
 class ScriptComparison:
     """The runs of a comparison, in order, and the verdict.
-
     `compare`, or a command that records runs, makes it from a plan. `run_script` adds each run; the verdict comes last,
-    for the reports and the exit code.
-    """
+    for the reports and the exit code."""
 
     plan: ComparisonPlan
     runs: list[ScriptRun] = field(default_factory=list)
-    assembly: Assembly | None = None
-    """The traces of the ranks; None for a single process with several devices."""
+    assembly: Assembly | None = None  # the traces of the ranks; None for a single process with several devices
     aligned: Aligned | None = None
     rounding: Rounding | None = None
     verdict: ComparisonVerdict = field(default_factory=lambda: refused("nothing was run"))
@@ -174,10 +170,8 @@ def _verdict(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> 
 
 def _again(comparison: ScriptComparison, tell: Tell, divided: bool) -> tuple[ScriptRun, ComparisonVerdict | None]:
     """Run on one device again. Return the run, and the verdict if the comparison ends here.
-
     `divided`: ranks may hold slices. Then the ranks run again, too, and find their slices in the parameters of one
-    device.
-    """
+    device."""
     world = comparison.plan.world
     with contextlib.ExitStack() as undo:
         wholes = temporary(undo)
@@ -211,9 +205,7 @@ def constants_placed(
     comparison: ScriptComparison, tell: Tell, files: Mapping[str, int], undo: contextlib.ExitStack
 ) -> Mapping[str, int | Sequence[int]]:
     """Find the places of constants by runs with distinct values. Return the files of a run with them; empty on failure.
-
-    `undo`: closes the files.
-    """
+    `undo`: closes the files."""
     world = comparison.plan.world
     wholes, *placements = (temporary(undo).fileno() for _ in range(1 + world))
     label = "with constants moved apart, until the first step"
@@ -227,16 +219,13 @@ def constants_placed(
 
 def _aligned(reference: ScriptRun, own: Assembly, world: int) -> Aligned:
     trace = reference.traces[0]
-    ranks = with_rows_together(trace, own.ranks)
-    return Aligned(trace, ranks, world, **own.placed())
+    return Aligned(trace, with_rows_together(trace, own.ranks), world, **own.placed())
 
 
 def _several(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> ScriptRun:
     """Return the run on several devices: a rank per device, or one process that divides the work.
-
     A script that never makes a process group trains the same model on each rank. That is a mistake unless one process
-    uses several devices, through DataParallel or with layers on several devices.
-    """
+    uses several devices, through DataParallel or with layers on several devices."""
 
     def has_several(trace: Trace) -> bool:
         replicas = max((event["replicas"] for event in trace.of("module")), default=1)
@@ -264,13 +253,11 @@ def run_script(
     distinct: bool = False,
     until: int | None = None,
 ) -> ScriptRun:
-    """Run the script once, and add the run to the others.
+    """Run the script once, and add the run, by the name `label` in reports, to the others.
 
-    Args:
-        label: name of the run in reports.
-        environment: None: the environment of the plan for this number of processes.
-        moved, files: see `mgpu_check.compare.processes.run`.
-        distinct: make the elements of constant tensors distinct, and stop after the first step.
+    Without an `environment` it has that of the plan for this number of processes. `distinct` makes the elements of
+    constant tensors distinct, and stops after the first step. See `mgpu_check.compare.processes.run` for `moved` and
+    `files`.
     """
     plan = comparison.plan
     environment = environment or (plan.single if world == 1 else plan.several)

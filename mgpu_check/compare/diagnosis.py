@@ -50,9 +50,7 @@ def call_at_fault(difference: FirstDifference) -> str | None:
 
 def describe_slice(difference: FirstDifference) -> str | None:
     """Describe the factor of the most wrong gradient if only slices have it, with the call; else None.
-
-    The other slices are the control: their elements are those of one device.
-    """
+    The other slices are the control: their elements are those of one device."""
     main = difference.main
     holders = difference.aligned.holders.get(main.name) if main is not None else None
     if main is None or holders is None or difference.quantity != "gradient":
@@ -109,9 +107,7 @@ _NEAR = 1e-2  # relative: a factor further from 1 is significant, and a factor n
 
 def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
     """Return the evidence at a step that differs.
-
-    `attempts`: records the pieces of evidence that raised an error; the result lacks them.
-    """
+    `attempts`: records the pieces of evidence that raised an error; the result lacks them."""
     world = difference.aligned.world
     if difference.quantity == "before":
         start, differing = None, difference.differing["before"]
@@ -181,9 +177,7 @@ def _repeated_epoch(aligned: Aligned, step: int) -> str | None:
 
 def _apart_after_the_step(difference: FirstDifference) -> str | None:
     """Describe gradients that differ between ranks that start apart, and that the step does not reduce either.
-
-    Synchronized gradients are equal on all ranks, even if the ranks start from other parameters.
-    """
+    Synchronized gradients are equal on all ranks, even if the ranks start from other parameters."""
     aligned = difference.aligned
     holders = [index for index, trace in enumerate(aligned.ranks) if trace.parameters]
     differing = []
@@ -253,9 +247,7 @@ def _factor_within(difference: FirstDifference) -> Factor | None:
 
 def _norms(difference: FirstDifference) -> ByRank:
     """Return the norms of the first clip_grad_norm_ call whose norms differ between ranks.
-
-    Synchronized gradients have the same norm on all ranks.
-    """
+    Synchronized gradients have the same norm on all ranks."""
     calls = [[e for e in trace.of("clip") if e["after"] == difference.step] for trace in difference.aligned.ranks]
     for call in zip(*calls, strict=False):
         norms = [event["norm"] for event in call]
@@ -393,9 +385,7 @@ _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
 
 def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     """Return why runs cannot be compared, if ranks saw other samples than one device from the start.
-
-    The list is empty if more runs are needed to decide, or if the samples are evidence of a mistake.
-    """
+    The list is empty if more runs are needed to decide, or if the samples are evidence of a mistake."""
     samples = aligned.samples(0)
     few = samples.common <= samples.reference.total() / 2 or samples.together.total() > samples.reference.total()
     starts = [trace.steps[0].before for trace in aligned.ranks]
@@ -418,9 +408,7 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
 
 def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) -> list[Obstacle]:
     """Return why a step with other samples than on one device cannot be compared; empty if the samples are the mistake.
-
-    `findings`: the mistakes that the samples are evidence of.
-    """
+    `findings`: the mistakes that the samples are evidence of."""
     if any(finding.mistake in _OF_THE_SCRIPT for finding in findings):
         return []
     samples, world = aligned.samples(number), len(aligned.ranks)

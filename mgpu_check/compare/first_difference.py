@@ -39,9 +39,7 @@ _NEAR_ROWS = 1e-2  # relative deviation of a state's norm and sum: other rows th
 
 def reduced_within(aligned: Aligned, rounding: Rounding, step: int, differing: Collection[str]) -> list[str]:
     """Return the parameters whose gradients differ between ranks, but that the step changes alike.
-
-    `differing`: parameters and states that differ between ranks after the step.
-    """
+    `differing`: parameters and states that differ between ranks after the step."""
     states = {name: aligned.reference.states[name] for name in aligned.states}
     off = {states[name].of if name in states else name for name in differing}
     in_states = {state.of for state in states.values() if state.count > 1}
@@ -86,9 +84,7 @@ def _gradients(aligned: Aligned, step: int, name: str) -> tuple[TensorSummary | 
 
 def _alike(aligned: Aligned, step: int, name: str) -> bool:
     """Return whether ranks have a parameter of equal bits, as a reduction leaves it.
-
-    A step smaller than the tolerance of the parameter would hide gradients that stay on each rank.
-    """
+    A step smaller than the tolerance of the parameter would hide gradients that stay on each rank."""
     _, by_rank = aligned.values_of(step, "parameter", name)
     return len({value.bits for value in by_rank.values() if value is not None}) == 1
 
@@ -116,10 +112,8 @@ def _is_mean(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool
 
 def with_rows_together(reference: Trace, ranks: Sequence[Trace]) -> list[Trace]:
     """Return the ranks with the states of all rows, in place of states that each rank keeps of its own rows.
-
     The rows of a rank follow those of the rank before; the last rank may pad its rows with zeros. The norm and the sum
-    of all rows are known. The other numbers of the summary are those of one device.
-    """
+    of all rows are known. The other numbers of the summary are those of one device."""
     joint_states = {name: rows for name in reference.states if (rows := _rows(reference, ranks, name))}
     if not joint_states:
         return list(ranks)
@@ -139,9 +133,7 @@ def with_rows_together(reference: Trace, ranks: Sequence[Trace]) -> list[Trace]:
 
 def _rows(reference: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
     """Return a state of all rows by step; empty if ranks do not keep it in this way.
-
-    A single row is on one rank. The others keep zeros, as padding.
-    """
+    A single row is on one rank. The others keep zeros, as padding."""
     state, own = reference.states[name], [trace.states.get(name) for trace in ranks]
     if len(ranks) < 2 or not state.key or not state.shape:
         return {}
@@ -200,9 +192,7 @@ class WrongTensor:
 @dataclass
 class FirstDifference:
     """A step (counted from 0) with wrong tensors.
-
-    `first_difference` makes it, `diagnose` collects evidence from it, and the reports and the verdict end with it.
-    """
+    `first_difference` makes it, `diagnose` collects evidence from it, and the reports and the verdict end with it."""
 
     aligned: Aligned
     rounding: Rounding
@@ -231,9 +221,7 @@ class FirstDifference:
     @property
     def saw_other_samples(self) -> bool:
         """True if the ranks saw other samples than one device.
-
-        Hidden samples that led to correct gradients count as the same.
-        """
+        Hidden samples that led to correct gradients count as the same."""
         samples = self.samples
         if not samples.known or (samples.hidden and self.quantity in ("parameter", "state")):
             return False
@@ -284,10 +272,8 @@ def ratio_of(got: TensorSummary | OutputSummary | None, expected: TensorSummary 
 
 
 def first_difference(aligned: Aligned, rounding: Rounding) -> FirstDifference | None:
-    """Return the first step with a deviation beyond rounding, or whose whole work each rank does.
-
-    The last step checked is the first with a non-finite tensor on one device: its finite tensors can still be compared.
-    """
+    """Return the first step with a deviation beyond rounding, or whose whole work each rank does. The last step checked
+    is the first with a non-finite tensor on one device: its finite tensors can still be compared."""
     for step in range(min(aligned.compared + 1, aligned.steps)):
         difference = _difference_at(aligned, rounding, step)
         if difference.quantity is not None or _whole_batch_on_each_rank(difference):
@@ -350,10 +336,8 @@ def _at_fault(
 
 def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
     """Return whether at the first step each rank did the whole work of one device, with all of its samples.
-
     Ranks that hold parts of the model correctly see all samples. Ranks with different losses divide the work within the
-    model, as in context parallelism.
-    """
+    model, as in context parallelism."""
     aligned, samples, step = difference.aligned, difference.samples, difference.step
     if step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.reference or aligned.divided:
         return False
@@ -452,9 +436,7 @@ class ComparedOutput:
 
 def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) -> ComparedOutput:
     """Compare the outputs of a module at a step, counted from 0.
-
-    `tolerance`: that of the module; it decides whether ranks have partial results.
-    """
+    `tolerance`: that of the module; it decides whether ranks have partial results."""
     expected = aligned.reference.steps[step].outputs.get(name)
     at = {trace.rank: trace.steps[step] for trace in aligned.ranks}
     shards = {rank: own.outputs[name] for rank, own in at.items() if name in own.outputs}
@@ -481,9 +463,7 @@ def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) ->
 
 def describe_outputs(difference: FirstDifference) -> str | None:
     """Name the first module whose outputs differ at the step of a wrong gradient; None if that is unknown.
-
-    A module whose outputs also differed at an earlier step, when all gradients were right, proves nothing.
-    """
+    A module whose outputs also differed at an earlier step, when all gradients were right, proves nothing."""
 
     def compared(step: int, name: str) -> tuple[ComparedOutput, list[int], float]:
         tolerance = difference.rounding.of_output(step, name)

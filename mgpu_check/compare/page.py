@@ -39,14 +39,9 @@ class Curve:
 
 
 def draw(title: str, unit: str, curves: Sequence[Curve], *, logarithmic: bool = False, mark: int | None = None) -> str:
-    """Return the picture of `curves` as an ``<svg>`` element.
-
-    Args:
-        title: description for screen readers.
-        unit: label of the vertical axis.
-        logarithmic: use a logarithmic vertical axis, and omit values that are not positive.
-        mark: a step to mark.
-    """
+    """Return the picture of `curves` as an ``<svg>`` element, with a `title` for screen readers.
+    The vertical axis has `unit` as its label. If it is `logarithmic`, values that are not positive are left out. `mark`
+    is a step to mark."""
     steps = max((len(curve.values) for curve in curves), default=0)
     lines = []
     for curve in curves:
@@ -104,9 +99,7 @@ class HeatPicture:
 
 def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None) -> list[HeatPicture]:
     """Return a picture for each group of ranks that differ alike.
-
-    `rounding`: None if there are no tolerances. `mark`: the first step that differs, counted from 1.
-    """
+    `rounding`: None if there are no tolerances. `mark`: the first step that differs, counted from 1."""
     steps = shown_steps(min(aligned.steps, max(aligned.compared, mark or 0)), mark)
     measured = rounding is not None
     losses = [_cell([_loss(aligned, rounding, step - 1)], measured) for step in steps]
@@ -154,9 +147,7 @@ def joined_modules(aligned: Aligned, quantity: Quantity) -> dict[str, list[str]]
 
 def joined(owners: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return the names of each module. Deep modules are joined if there are too many.
-
-    `owners`: name -> the path of its module.
-    """
+    `owners`: name -> the path of its module."""
     depth = max((len(path) for path in owners.values()), default=0)
     while True:
         modules: dict[str, list[str]] = {}
@@ -336,9 +327,7 @@ _RANKS = 16  # more curves of single ranks would not be readable
 
 def write_page(path: Path, done: ScriptComparison, reference: str) -> None:
     """Write the verdict, its likely causes, the curves, where the runs differ, and the compared tensors.
-
-    Requires the extra, see `pages.require`. `reference`: name of the run that the other run is compared with.
-    """
+    Requires the extra, see `pages.require`. `reference`: name of the run that the other run is compared with."""
     report, mark = done.verdict.report, done.verdict.step
     runs = []
     for run in done.runs:

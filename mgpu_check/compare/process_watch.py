@@ -30,11 +30,8 @@ _NUMBER = struct.Struct("=Q")
 
 
 def install_count(fd: int) -> Callable[[], None]:
-    """Record each collective that the script's process enters in the file `fd`.
-
-    Returns:
-        A function that also records the operations that the C++ reducer of DistributedDataParallel has entered so far.
-    """
+    """Record each collective that the script's process enters in the file `fd`. Return a function that also records the
+    operations that the C++ reducer of DistributedDataParallel has entered so far."""
     from mgpu_check.engine.rank_side.state import operations
     from mgpu_check.torch_hooks import collectives
 
@@ -50,10 +47,9 @@ def install_count(fd: int) -> Callable[[], None]:
 def entered(fd: int) -> tuple[int, int]:
     """Read from the file of a process how many operations and collectives it has entered.
 
-    Returns:
-        The number of operations that the backends of the default group had counted when it was last written, with those
-        of DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each is
-        0 until the process has written it.
+    Return the number of operations that the backends of the default group had counted when it was last written, with
+    those of DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each
+    is 0 until the process has written it.
     """
     data = os.pread(fd, collective_records.SIZE + _NUMBER.size, 0)
     number = data[collective_records.SIZE :]

@@ -193,10 +193,8 @@ class ScriptRun:
 
 class _RecordedProcess:
     """A recorded process and the files that it writes.
-
     `run` starts it with its environment, looks at its trace while it lives, and kills it. After `ended` has read the
-    files, `run` closes them.
-    """
+    files, `run` closes them."""
 
     def __init__(
         self,
@@ -351,9 +349,7 @@ def run(
 @contextlib.contextmanager
 def _store(listener: socket.socket, world: int) -> Iterator[None]:
     """Hold the store where ranks meet, as torchrun's agent does: no rank must bind a port then.
-
-    A store of rank 0 would end with rank 0, while others still use it (pytorch/pytorch#128096).
-    """
+    A store of rank 0 would end with rank 0, while others still use it (pytorch/pytorch#128096)."""
     import torch.distributed as dist
 
     port = listener.getsockname()[1]
@@ -366,9 +362,7 @@ def _store(listener: socket.socket, world: int) -> Iterator[None]:
 
 def _variables(environment: Mapping[str, str], rank: int, world: int, port: int, launcher: str) -> dict[str, str]:
     """Return the environment of a rank, as the launcher sets it on one machine.
-
-    Ranks of every launcher get an address, as scripts of jobs export it, and meet at the store of the comparison.
-    """
+    Ranks of every launcher get an address, as scripts of jobs export it, and meet at the store of the comparison."""
     variables = without_launcher(environment)
     variables["PYTHONPATH"] = with_startup(variables)
     variables.update({name: value.format(rank=rank, world=world) for name, value in VARIABLES[launcher].items()})

@@ -102,10 +102,8 @@ def nothing_learned(steps: int) -> Report:
 
 def not_the_same_samples(step: int, common: int, reference: int, together: int) -> Report:
     """Return the report of runs that agree although their samples differ.
-
     `step`: the step, counted from 0. `common`, `reference`, `together`: number of samples in both runs, on one device,
-    and on all ranks.
-    """
+    and on all ranks."""
     return refusal(
         f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together} samples; "
         f"{common} of them are among the {reference} samples of one device",
@@ -119,9 +117,7 @@ def not_the_same_samples(step: int, common: int, reference: int, together: int) 
 
 def nothing_tells(aligned: Aligned, useful: int) -> Report:
     """Return the report of runs in which rounding alone masks all differences.
-
-    `useful`: number of steps before rounding hides a factor of two.
-    """
+    `useful`: number of steps before rounding hides a factor of two."""
     subject = "gradients" if useful == 0 else "every parameter"
     since = "from the first step on" if useful == 0 else f"within {useful} steps"
     reason = f"{since}, rounding alone changes {subject} so much that it would hide even a factor of two"

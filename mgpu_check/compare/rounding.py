@@ -19,8 +19,7 @@ from mgpu_check.compare.trace import Parameter, Trace
 from mgpu_check.processes.rank_lists import few
 
 _WINDOW = 8  # steps: the few numbers of a small tensor may agree by chance at one step, but not at all of these
-COMPARED: tuple[Quantity, ...] = ("gradient", "parameter")
-"""The quantities that every script has at each step."""
+COMPARED: tuple[Quantity, ...] = ("gradient", "parameter")  # the quantities that every script has at each step
 _USELESS = 0.5  # a wider tolerance would accept even a factor of two
 
 
@@ -142,9 +141,7 @@ class Rounding:
 
 def _grown(spread: list[float]) -> list[float]:
     """Return, for each step, the largest deviation up to it or within the first `_WINDOW` steps.
-
-    This maximum is over steps and for whole tensors; `numerics.steps` is for elements.
-    """
+    This maximum is over steps and for whole tensors; `numerics.steps` is for elements."""
     grown: list[float] = []
     reached = max((x for x in spread[:_WINDOW] if math.isfinite(x)), default=0.0)
     for value in spread:
@@ -163,10 +160,8 @@ class Repeat:
 
 def repeatability(reference: Trace, repeated: Trace) -> Repeat | None:
     """Return the first difference between two runs on one device that exceeds rounding; None if there is none.
-
     Samples and initial parameters must be equal bit for bit. Later tensors may differ if kernels sum in no fixed order.
-    A first difference in the upper half of the digits has another cause.
-    """
+    A first difference in the upper half of the digits has another cause."""
     if len(reference.steps) != len(repeated.steps):
         counts = len(reference.steps), len(repeated.steps)
         return Repeat(min(counts), f"it made {counts[0]} and {counts[1]} steps")

@@ -30,9 +30,7 @@ class Inputs(NamedTuple):
 
 def samples_of(tensors: Sequence[list[int]], chosen: Sequence[int] | None = None) -> list[int]:
     """Return a hash of each sample, which consists of its slices in several tensors.
-
-    `chosen`: positions of these tensors; None: the first tensor that has slices, and all with as many.
-    """
+    `chosen`: positions of these tensors; None: the first tensor that has slices, and all with as many."""
     if chosen is None:
         count = next((len(rows) for rows in tensors if rows), 0)
         chosen = [position for position, rows in enumerate(tensors) if len(rows) == count]
@@ -43,9 +41,7 @@ def samples_of(tensors: Sequence[list[int]], chosen: Sequence[int] | None = None
 
 def divided_tensors(runs: Sequence[Sequence[list[int]]]) -> list[int] | None:
     """Return the positions of the tensors that have a slice for each sample; None if the runs have other tensors.
-
-    `runs`: the tensors on one device, then those on each rank.
-    """
+    `runs`: the tensors on one device, then those on each rank."""
     if len({len(tensors) for tensors in runs}) > 1:
         return None
     counts = [tuple(map(len, tensors)) for tensors in zip(*runs, strict=True)]
@@ -115,10 +111,8 @@ def whole_output(outputs: Mapping[int, OutputSummary], sample_keys: Mapping[int,
 FORMAT = "mgpu-check trace"
 VERSION = 1
 
-CHUNKS = 4
-"""Number of parts of a flattened tensor with separate sums: a wrong region shows in one of them."""
-SAMPLES = 8
-"""Number of elements of a tensor that are stored."""
+CHUNKS = 4  # number of parts of a flattened tensor with separate sums: a wrong region shows in one of them
+SAMPLES = 8  # number of elements of a tensor that are stored
 
 
 class TraceError(ValueError):
@@ -140,10 +134,8 @@ def chunk_sizes(count: int) -> list[int]:
 @dataclass(frozen=True)
 class TensorSummary:
     """The numbers that a trace stores for a tensor.
-
     In complex tensors, real and imaginary parts count as elements. The summary of a slice has sums over its own
-    elements, and None for elements at `positions` that it does not have. So summaries of slices can be added.
-    """
+    elements, and None for elements at `positions` that it does not have. So summaries of slices can be added."""
 
     bits: int  # the sum of the bits of the elements in float64 as integers, modulo 2^64: the same for equal tensors
     norm: float  # the 2-norm, computed in float64
@@ -166,9 +158,7 @@ class TensorSummary:
 
     def entries(self, count: int) -> list[tuple[float, float]]:
         """Return each compared number with its typical size in a tensor of `count` elements and this norm.
-
-        Rounding errors are proportional to that size, not to the number itself, which may be small by cancellation.
-        """
+        Rounding errors are proportional to that size, not to the number itself, which may be small by cancellation."""
         sizes = [self.norm]
         sizes += [self.norm * math.sqrt(chunk / count) for chunk in chunk_sizes(count)]
         sizes += [self.norm / math.sqrt(count)] * len(self.samples)
@@ -317,9 +307,7 @@ def write_all(fd: int, *chunks: bytes | memoryview) -> None:
 
 class Writer:
     """Writes a trace to a file descriptor, each line in one write, so that the runner can follow the progress.
-
-    The recorder of a process makes it, and writes until the process ends. Forked children write nothing.
-    """
+    The recorder of a process makes it, and writes until the process ends. Forked children write nothing."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.pid = fd, os.getpid()

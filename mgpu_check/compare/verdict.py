@@ -174,9 +174,7 @@ differ, no deviation is: Adam may have turned their steps."""
 
 def measured(aligned: Aligned, others: Sequence[Trace], further: Callable[[int], ScriptRun]) -> Rounding:
     """Return the tolerances, from further runs if they may explain a difference.
-
-    `others`: see `Rounding`. `further`: runs the script on one device, perturbed with a seed.
-    """
+    `others`: see `Rounding`. `further`: runs the script on one device, perturbed with a seed."""
     traces = [*others]
     for seed in FURTHER:
         rounding = Rounding(aligned.reference, traces)
@@ -337,8 +335,7 @@ def replayed(
             trace, shifted = runs
             events = [[e for e in rank.events if e.get("after", 0) < until] for rank in ranks]
             cut = [replace(r, steps=r.steps[:until], events=own) for r, own in zip(ranks, events, strict=True)]
-            shown = with_rows_together(trace, cut)
-            aligned = Aligned(trace, shown, len(ranks), replayed=True)
+            aligned = Aligned(trace, with_rows_together(trace, cut), len(ranks), replayed=True)
             further = functools.partial(again, f"{label}, moved by other roundoffs", **how)
             rounding = measured(aligned, [shifted], further)
             return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
@@ -369,10 +366,8 @@ def replayed(
 
 def _control(replay: Replay, trace: Trace, rerun: Callable[..., ScriptRun]) -> tuple[str, list[str]] | None:
     """Return why a difference does not count, as the first lines of a remark; None if it does.
-
     Data that were not replayed must not explain it. Nor must the order of the samples, where the script did not join
-    them itself: rows of a tensor may be steps of a sequence.
-    """
+    them itself: rows of a tensor may be steps of a sequence."""
     ordered, step = bool(trace.of("ordered")), replay.verdict.step or len(trace.steps)
     order = " and in another order" if ordered else ""
     reseeded = rerun(f"replaying the ranks, with other seeds{order}", other_seeds=True, backwards=ordered)

@@ -121,9 +121,7 @@ class Slot:
 
 class WorldSize(int):
     """An `int` world size that also holds the number of ranks per host.
-
-    A plain number fills the first host, then the next.
-    """
+    A plain number fills the first host, then the next."""
 
     per_host: tuple[int, ...]
 
@@ -142,9 +140,7 @@ class WorldSize(int):
 
 def spread(size: int, per_host: Sequence[int]) -> WorldSize:
     """Spread `size` ranks over as many hosts as possible, as evenly as possible.
-
-    `per_host`: number of devices of each host; their sum is at least `size`.
-    """
+    `per_host`: number of devices of each host; their sum is at least `size`."""
     counts = [0] * len(per_host)
     for _ in range(size):
         free = [host for host, most in enumerate(per_host) if counts[host] < most]

@@ -124,8 +124,7 @@ class SubjectResult:
     subject: Subject
 
     def on(self, gpus: Sequence[int], host: int = 0) -> Self:
-        """Return a copy with positions replaced by GPU numbers: position i is GPU ``gpus[i]``, and its host is
-        `host`."""
+        """Return a copy for GPU numbers: position i is GPU ``gpus[i]``, and its host is `host`."""
         subject = self.subject
         moved = (host,) if subject.kind == "host" else tuple(gpus[member] for member in subject.members)
         return replace(self, subject=Subject(subject.kind, moved))

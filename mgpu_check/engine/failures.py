@@ -159,9 +159,7 @@ class Account:
     @property
     def parted(self) -> dict[int, Entered]:
         """Rank -> the first collective that differs between ranks; empty if none does.
-
-        Also empty if ranks still wait in these collectives, because the report of the hang names them.
-        """
+        Also empty if ranks still wait in these collectives, because the report of the hang names them."""
         parted = parting(self.records) or {}
         waiting = all(self.records[rank].current == entered for rank, entered in parted.items())
         return {} if waiting and self.interrupted else parted
@@ -295,8 +293,7 @@ def different_collectives(parted: Mapping[int, Entered], who: Who) -> str | None
     if not parted:
         return None
     entries = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
-    groups = sorted(grouped(entries), key=lambda g: len(g[1]))
-    ((odd_collective, _), odd), *others = groups
+    ((odd_collective, _), odd), *others = sorted(grouped(entries), key=lambda g: len(g[1]))
     rest = " and ".join(
         f"{who(ranks)} entered {text}{', of other dtypes or sizes further on' if text == odd_collective else ''}"
         for (text, _), ranks in others
@@ -363,10 +360,8 @@ def _block(title: str, text: str) -> str:
 
 def raised_at(error: RankFailure, filename: str, lineno: int, cause: BaseException | None) -> RankFailure:
     """Return `error` with a traceback that ends where the rank raised.
-
     Hypothesis distinguishes failures by type and place (hypothesis/internal/escalation.py, InterestingOrigin, 6.170).
-    If all were raised here, it would confuse two bugs, and might shrink the wrong one.
-    """
+    If all were raised here, it would confuse two bugs, and might shrink the wrong one."""
     error.__cause__ = cause
     try:
         exec(_raise_on_line(filename, lineno), {"error": error})

@@ -43,10 +43,8 @@ _END_OF_PARENT = 5.0  # seconds for the parent to exit after its socket has clos
 
 class ForkServer:
     """The server's loop over requests and exits of its children.
-
     `run` makes one, and calls `serve` after the imports. It forks a rank for each request of the launcher, and reports
-    each exit. It ends when the launcher asks or its end of the socket closes, and kills all descendants.
-    """
+    each exit. It ends when the launcher asks or its end of the socket closes, and kills all descendants."""
 
     def __init__(self, control: socket.socket, directory: str) -> None:
         self.control, self.directory = control, directory
@@ -202,10 +200,8 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
 @contextlib.contextmanager
 def _ending_with_parent(control: socket.socket, parent: int, directory: str) -> Iterator[None]:
     """End this process if the parent ends during the imports, which take seconds and do not read the socket.
-
     A thread watches the socket, and ends before the first rank is forked. PDEATHSIG would not do: it fires when the
-    thread of the parent that started this process ends.
-    """
+    thread of the parent that started this process ends."""
     read, write = os.pipe()
 
     def watch() -> None:

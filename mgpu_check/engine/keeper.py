@@ -37,10 +37,8 @@ Stamp = tuple[int, int, int]
 
 class ImportKeeper:
     """The loop over requests and ends of runs.
-
     `main` makes one in a process of its own, when a run with ``--gpu-keep-warm`` finds none. It forks a fork server for
-    each run that connects. It ends when no run has been there for the time that the last one asked for.
-    """
+    each run that connects. It ends when no run has been there for the time that the last one asked for."""
 
     def __init__(self, listener: socket.socket, path: Path, failure: dict[str, str] | None, began: int) -> None:
         self.listener, self.path, self.failure = listener, path, failure
@@ -196,9 +194,7 @@ def _environment() -> dict[str, str]:
 
 def _stamps(paths: Iterable[str] | None = None) -> dict[str, Stamp]:
     """Return what changes if a file is written or replaced, for the files of all modules, or for those given.
-
-    A directory of packages changes when one is installed or removed.
-    """
+    A directory of packages changes when one is installed or removed."""
     if paths is None:
         modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
         files = [vars(module).get("__file__") for module in modules]
@@ -227,6 +223,5 @@ def main(argv: Sequence[str]) -> None:
     os.close(ready)
     os.close(done)
     child_processes.adopt_orphans()
-    failure = forkserver.import_all(modules)
-    ImportKeeper(listener, Path(path), failure, began).serve()
+    ImportKeeper(listener, Path(path), forkserver.import_all(modules), began).serve()
     os._exit(0)  # the cleanup of torch at exit is slow

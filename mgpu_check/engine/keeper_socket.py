@@ -176,10 +176,8 @@ def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: M
 
 class KeptServer:
     """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses.
-
     `attach` makes one for `LocalLauncher`, which waits for it or kills it at the end of the run. The keeper reports its
-    process id and its exit code over the connection.
-    """
+    process id and its exit code over the connection."""
 
     def __init__(self, connection: socket.socket, log: Path) -> None:
         self._connection, self._log = connection, log  # to the keeper; its output
@@ -260,10 +258,8 @@ def attach(
     preload: Sequence[str],
 ) -> KeptServer:
     """Ask the keeper of this environment for a fork server, and start a keeper if it is missing.
-
     `files`: the control socket and the log of the fork server. `keep`: seconds that the keeper stays without a run.
-    `preload`: modules that the fork server imports, and the keeper does not.
-    """
+    `preload`: modules that the fork server imports, and the keeper does not."""
     run_request = {
         "keep": keep,
         "parent": os.getpid(),

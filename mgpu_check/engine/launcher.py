@@ -122,10 +122,8 @@ class Launcher(Protocol):
 
 class LocalLauncher(Launcher):
     """Launches processes on this machine, by a fork server that has imported torch.
-
-    `GpuSession` makes one for its pool, an agent one for itself, and `Adapting` one for test harnesses. The fork
-    server starts with `start`, or with the first process; if it dies, the next launch starts another. `close` ends it.
-    """
+    `GpuSession` makes one for its pool, an agent one for itself, and `Adapting` one for test harnesses. The fork server
+    starts with `start`, or with the first process; if it dies, the next launch starts another. `close` ends it."""
 
     def __init__(
         self,

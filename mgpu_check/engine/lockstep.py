@@ -165,10 +165,8 @@ _RESUME = frame(RankRequest.RESUME)
 
 class Pauses:
     """The pauses of one call.
-
     `World.finish` makes one for each call, and `WorldProcesses._collect` hands it each `Paused` that arrives. It
-    resumes the ranks when all have paused and agree. `look` finds ranks that can never meet.
-    """
+    resumes the ranks when all have paused and agree. `look` finds ranks that can never meet."""
 
     def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
         self.failure: RankFailure | None = None  # the error that keeps ranks from resuming; None until one is found
@@ -189,10 +187,8 @@ class Pauses:
 
     def settle(self, waiting: Collection[int], failed: bool) -> bool:
         """Resume all ranks once all are paused and agree; return False if the paused ranks can never resume.
-
         `waiting`: ranks whose answer to the call is still to come. `failed`: whether a rank has failed, so that the
-        others wait in vain.
-        """
+        others wait in vain."""
         if not self._paused.keys() >= set(waiting):
             return True
         if failed:

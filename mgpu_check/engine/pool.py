@@ -104,10 +104,8 @@ class WarmWorlds:
 
     def clear_devices(self, key: WorldKey) -> bool:
         """End all worlds on the devices of `key`, and return whether there were any.
-
         A device in compute mode exclusive-process, or with full memory, refuses a second process. If there were any
-        worlds, devices hold one process at a time from now on.
-        """
+        worlds, devices hold one process at a time from now on."""
         if not self._real:
             return False
         beside = [kept_key for kept_key in self._worlds if set(kept_key.occupied) & set(key.occupied)]
@@ -119,9 +117,7 @@ class WarmWorlds:
 
     def await_exits(self) -> list[int]:
         """Wait until killed processes have ended and freed their memory, and return those that still have not.
-
-        Only real devices need this: the exit takes seconds there, and other worlds use the devices next.
-        """
+        Only real devices need this: the exit takes seconds there, and other worlds use the devices next."""
         if not self._real:
             return []
         deadline = time.monotonic() + _EXIT_TIMEOUT
@@ -240,10 +236,8 @@ class RankPool:
         self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
     ) -> list[Any]:
         """Call ``fn(*args)`` for each of `arguments` at once, call ``i`` in its own world of size 1 on device ``i``.
-
         `arguments`: the `args` of each call, for at most `devices` calls. `timeout`: seconds for each call, as in
-        `run`. Returns one result per call, in the order of `arguments`.
-        """
+        `run`. Returns one result per call, in the order of `arguments`."""
         timeout = self._seconds(timeout)
         function = self.function(fn)
         begun: list[tuple[World, Begun]] = []
@@ -288,9 +282,7 @@ class RankPool:
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """Run a pickled function as `run` does; `size` 0 means the node process of `host`.
-
-        `devices`: as in `run`; if given, their number overrides `size`.
-        """
+        `devices`: as in `run`; if given, their number overrides `size`."""
         timeout = self._seconds(timeout)
         with self._lock:
             key = self._key(size, backend, host, devices, environment)
@@ -324,8 +316,7 @@ class RankPool:
         world = self._new_world(WorldKey((), (Slot(host, 0),), None), simulate=None, masked=False)
         try:
             function = self.function(fn)
-            arguments = pickling.dumps(((), {}))
-            (result,) = world.run(function, arguments, self._call_context(None), 300.0)
+            (result,) = world.run(function, pickling.dumps(((), {})), self._call_context(None), 300.0)
             return pickling.loads_apart(result)
         finally:
             world.discard()

@@ -20,10 +20,8 @@ STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in millisec
 
 class Process:
     """A process that runs `mgpu_check.engine.rank_side.worker.main`.
-
     A launcher makes one for each fork, and sets `exit_code` when it hears of the exit. The world that has it sends and
-    receives through `connection`, reads its files, and ends it by `kill` and `close`.
-    """
+    receives through `connection`, reads its files, and ends it by `kill` and `close`."""
 
     on_this_host = True  # whether its files can be read without asking an agent
     # how the agent that held the process was lost; None if it was not, and always None on one machine

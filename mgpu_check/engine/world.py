@@ -82,10 +82,8 @@ class Begun(NamedTuple):
 
 class World(WorldProcesses):
     """Warm processes that all run the same function.
-
     `RankPool` makes one for a `WorldKey`, and starts its processes with it. Each call is a `begin` and a `finish`;
-    `end_test` resets the processes. A failed call leaves it `broken`, and the pool then discards it.
-    """
+    `end_test` resets the processes. A failed call leaves it `broken`, and the pool then discards it."""
 
     def __init__(
         self,
@@ -96,9 +94,7 @@ class World(WorldProcesses):
         timeout: float,
     ) -> None:
         """Start a process for each of `indices` (ranks, or `NODE`) on the slot at the same position of `slots`.
-
-        `timeout`: the usual timeout of a call, in seconds, which also limits the engine's own requests.
-        """
+        `timeout`: the usual timeout of a call, in seconds, which also limits the engine's own requests."""
         self.messages: dict[int, tuple[tuple[str, Any], ...]] = {}  # rank -> its messages in the last call
         self._failed: tuple[BaseException, Account] | None = None
         self._running: tuple[str, float] | None = None  # the function, and since when
@@ -357,9 +353,7 @@ class NotPicklable(TypeError):
 
 def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], key: str, reused: bool) -> Function:
     """Pickle a function for another process, by value if that process cannot import it.
-
-    `function`: the user's function, for its name and for errors. `wrapped`: the function to send in its place.
-    """
+    `function`: the user's function, for its name and for errors. `wrapped`: the function to send in its place."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         return Function(key, pickling.dumps(wrapped), name, reused)
@@ -415,10 +409,8 @@ _TIMEOUT = 300.0  # seconds: the usual one of a call; `results` has its own
 
 
 class BareWorld(World):
-    """Bare processes that all run the same function.
-
-    `HarnessRuns` makes one for a test, or for a class of tests, from a launcher of its own, and discards it afterwards.
-    """
+    """Bare processes that all run the same function. `HarnessRuns` makes one for a test, or for a class of tests, from
+    a launcher of its own, and discards it afterwards."""
 
     def __init__(self, launcher: LocalLauncher, size: int) -> None:
         self._keys = itertools.count()

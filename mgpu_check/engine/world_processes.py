@@ -137,9 +137,7 @@ _LAST_CHARACTERS = 4000  # of stderr in a report, enough for a traceback
 
 class WorldProcesses:
     """Warm processes, one for each rank of a world, or the node process.
-
-    They are *broken* once they cannot be used again: a process died or was killed, or they are out of lockstep.
-    """
+    They are *broken* once they cannot be used again: a process died or was killed, or they are out of lockstep."""
 
     def __init__(
         self, launcher: Launcher, spec_of: Callable[[int], RankSpec], indices: Sequence[int], slots: Sequence[Slot]
@@ -201,9 +199,7 @@ class WorldProcesses:
 
     def check_alive(self, when: str, after: str = "") -> None:
         """Raise `RankDied` if a process has ended. The check costs one system call.
-
-        `when`: a clause that follows "died". `after`: text to append to that line.
-        """
+        `when`: a clause that follows "died". `after`: text to append to that line."""
         idle = {process.connection.fileno(): index for index, process in self.processes.items()}
         # An idle process sends nothing, so readable data is the end of its connection, or garbage.
         gone = sorted(idle[fd] for fd in ready(list(idle), 0.0))

@@ -38,11 +38,8 @@ def named_wrong(
 ) -> DeviceMismatch:
     """Return an error that names the wrong devices and their cases.
 
-    Args:
-        wrong_cases: at least one error, in the order of the cases.
-        devices: all devices that ran the cases.
-        cases: the number of cases that each device ran.
-        reference: the name of the reference with which the other devices agree.
+    `wrong_cases` has at least one error, in the order of the cases; each of `devices` ran as many cases as `cases`
+    says. The other devices agree with `reference`, a name.
     """
     # The first case with the fewest wrong devices isolates the fault best.
     by_case: dict[str, list[WrongCase]] = {}

@@ -84,9 +84,7 @@ def integers(
     shape: Sequence[int], low: int, high: int, *, seed: int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Return pseudorandom whole numbers in [`low`, `high`], of `shape` and `dtype` on `device`.
-
-    `dtype` must hold them exactly, and the range may have at most 2^31 numbers.
-    """
+    `dtype` must hold them exactly, and the range may have at most 2^31 numbers."""
     return several([shape], low, high, seed=seed, device=device, dtype=dtype)[0]
 
 
@@ -105,15 +103,12 @@ def fractions(
     shape: Sequence[int], *, seed: int, device: torch.device, dtype: torch.dtype, low: float = -1.0, high: float = 1.0
 ) -> torch.Tensor:
     """Return pseudorandom numbers in [`low`, `high`], of `shape` and `dtype` on `device`, that use all digits.
-
-    They are computed in float64 and rounded once, so they have the same bits on all devices that follow IEEE 754.
-    """
+    They are computed in float64 and rounded once, so they have the same bits on all devices that follow IEEE 754."""
     words = counted(shape, seed, device).bitwise_right_shift_(11)
     return words.to(torch.float64).mul_(2.0**-53).add_(0.5).mul_(high - low).add_(low).to(dtype)
 
 
-_BLOCK = 1 << 24
-"""Elements to mix at once; a limit, because mixing needs many times their memory."""
+_BLOCK = 1 << 24  # elements to mix at once; a limit, because mixing needs many times their memory
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -121,16 +116,13 @@ def digest(tensor: torch.Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     total = 0
     for start in range(0, flat.numel(), _BLOCK):
-        words = _words(flat[start : start + _BLOCK])
-        total += int(_mixed(words, start * _halves(flat)).sum())
+        total += int(_mixed(_words(flat[start : start + _BLOCK]), start * _halves(flat)).sum())
     return total & MASK
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the digest of each of `tensors` as int64 on their device, without waiting for it.
-
-    The digest depends on the size of the tensors before, so it differs from that of `digest`.
-    """
+    The digest depends on the size of the tensors before, so it differs from that of `digest`."""
     mixed = _mixed(torch.cat([_words(tensor.detach()) for tensor in tensors]), 0)
     return torch.stack([words.sum() for words in mixed.split([t.numel() * _halves(t) for t in tensors])])
 
@@ -186,8 +178,7 @@ def small(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 @lru_cache(maxsize=64)
 def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return elements with arbitrary bits: first the special values, then pseudorandom bits, including NaN with
-    payloads."""
+    """Return elements with arbitrary bits: the special values, then pseudorandom bits, with NaNs with payloads."""
     if dtype.is_complex:
         return torch.view_as_complex(anything(2 * count, _PART[dtype], seed).view(-1, 2))
     if dtype == torch.bool:
@@ -217,15 +208,13 @@ def _special(dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(sorted(extremes | ({-1} if limits.min else set())), dtype=dtype)
 
 
-HOST = 63
-"""The number of the host in tags; devices have their own numbers."""
+HOST = 63  # the number of the host in tags; devices have their own numbers
 
 _PLACES = 64
 _SEEDS = 1 << 10
 _INVERSE, _OTHER_INVERSE = (pow(odd, -1, 1 << 64) for odd in (_STEP, _FIRST))
 _WORD = 8
-CHUNK = 1 << 18
-"""Least number of bytes to make and compare at once; the work needs four times as much memory."""
+CHUNK = 1 << 18  # least number of bytes to make and compare at once; the work needs four times as much memory
 _EVIDENCE = 16
 _LOOKED_AT = 4096
 
@@ -263,32 +252,21 @@ def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK) -> 
 
 @dataclass(frozen=True)
 class WrongBytes:
-    """Wrong bytes.
+    """Wrong bytes."""
 
-    Attributes:
-        count: the number of wrong bytes.
-        first, last: the places of the first and the last.
-        looks: a description of the wrong data.
-        evidence: places, bits and values, as values that JSON can hold.
-    """
-
-    count: int
+    count: int  # the number of wrong bytes
+    # first, last: the places of the first and the last
     first: int
     last: int
-    looks: str
-    evidence: Mapping[str, Any]
+    looks: str  # a description of the wrong data
+    evidence: Mapping[str, Any]  # places, bits and values, as values that JSON can hold
 
 
 def compare(
     got: torch.Tensor, expected: torch.Tensor, names_by_tag: Mapping[int, str], start: int = 0
 ) -> WrongBytes | None:
-    """Compare bytes on the device that has them; None if all are right.
-
-    Args:
-        got, expected: uint8, of equal size, on one device.
-        names_by_tag: tag -> name of the content with this tag.
-        start: the place of the first byte, for the evidence.
-    """
+    """Compare bytes, uint8 of equal size, on the device that has them; None if all are right. `names_by_tag` names the
+    content of each tag, and `start` is the place of the first byte, for the evidence."""
     if torch.equal(got, expected):
         return None
     mismatches = (got != expected).to(torch.int8)

@@ -47,11 +47,9 @@ def examples(count: int, *, quick: int | None = None) -> hypothesis.settings:
     """Make Hypothesis settings for a packaged property.
 
     There is no deadline, because the first example of a world size starts its ranks; and no example database, because a
-    run leaves no files in its directory.
-
-    Args:
-        count: number of examples at the level "standard". The level "long" has ten times as many.
-        quick: number of examples at the level "quick", at most `count`. Default a quarter of `count`, but at least 12.
+    run leaves no files in its directory. `count` is the number of examples at the level "standard"; the level "long"
+    has ten times as many. `quick` is that at the level "quick", at most `count`, by default a quarter of it, but at
+    least 12.
     """
     adjusted = hypothesis.settings(
         max_examples=_count(count, quick, settings.active().depth),
@@ -161,8 +159,7 @@ def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[in
 
 
 def large_worlds(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """Draw world sizes like `world_sizes`, the largest first: for checks with few examples, one of them with all
-    ranks."""
+    """Draw world sizes like `world_sizes`, the largest first: for checks with few examples, one with all ranks."""
 
     def make() -> st.SearchStrategy[int]:
         largest = min(_devices(), _devices() if most is None else most)
@@ -318,15 +315,10 @@ def whole_runs(
     rows: Sequence[int] = (8, 5, 13, 24, 12, 9, 7, 2, 1),
     small: bool = False,
 ) -> tuple[WholeRun, ...]:
-    """Draw one run for each model.
+    """Draw one run for each model, of `least` to `most` steps, with `rows` in a batch; `small` is as in `WholeRun`.
 
     Rows, optimizers and steps cycle through the models, from a drawn position. So the first example, which is always
     the same, already has even and uneven batches.
-
-    Args:
-        least, most: limits of the number of steps.
-        rows: numbers of rows of a batch.
-        small: as in `WholeRun`.
     """
     offset, seed = draw(st.integers(0, 999)), draw(st.integers(0, 999))
     runs = []
@@ -349,11 +341,8 @@ def mostly_all(draw: st.DrawFn, least: int = 1) -> int:
 def exact_trainings(
     draw: st.DrawFn, *, batch: Sequence[int] = (7, 8, 5, 2, 13), momentum: Sequence[float] = (0.5, 0.0)
 ) -> ExactTraining:
-    """Draw exact training of a perceptron with one hidden layer, in two steps.
-
-    Args:
-        batch, momentum: the values to draw from, simplest first.
-    """
+    """Draw exact training of a perceptron with one hidden layer, in two steps. `batch` and `momentum` are the values to
+    draw from, simplest first."""
     return ExactTraining(
         widths=(6, draw(st.sampled_from((10, 7, 13))), 5),
         batch=draw(st.sampled_from(tuple(batch))),
@@ -473,10 +462,8 @@ def operator_tables(
 ) -> OperatorTable:
     """Draw tables of operators: the number of rows, the data, and the pairs of devices.
 
-    Args:
-        must_raise: whether to take the cases that must raise, or those that must work.
-        only: a name in `GROUPS`, to restrict the operators; None for all.
-        without: names in `GROUPS` to leave out.
+    Take the cases that must raise, or those that must work. `only`, a name in `GROUPS`, restricts the operators;
+    `without` are names in `GROUPS` to leave out.
     """
     devices = draw(all_devices())
     turn = draw(st.integers(1, max(1, devices - 1)))
@@ -494,10 +481,9 @@ def trainings(
 ) -> TrainingSpec:
     """Draw training runs with even and uneven batches, of one to three steps.
 
-    Args:
-        models: names in `MODELS`; repeat a name to draw it more often.
-        batch: samples in a batch; by default 1 to 13, so that some ranks get fewer samples than others, or none.
-        steps, windows: as in `TrainingSpec`; by default 1 to 3 steps and one window.
+    `models` are names in `MODELS`; repeat a name to draw it more often. A `batch` has by default 1 to 13 samples, so
+    that some ranks get fewer than others, or none. `steps`, by default 1 to 3, and `windows`, by default one, are as in
+    `TrainingSpec`.
     """
     return TrainingSpec(
         model=draw(st.sampled_from(tuple(models))),

@@ -54,8 +54,7 @@ special: random values mixed with NaN, infinities and -0.0 (floats only). bits: 
 floats are NaN or infinite, with arbitrary payloads, and another eighth subnormal.
 """
 
-PINNED = "pinned"
-"""The device argument of `TensorSpec.build` for pinned memory of the CPU."""
+PINNED = "pinned"  # the device argument of `TensorSpec.build` for pinned memory of the CPU
 
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
 """dtype -> mask of the exponent's bits."""
@@ -95,16 +94,13 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def like(self, layout: str, *, seed: int = 0) -> TensorSpec:
-        """Return a spec of this shape and dtype with exact values and another layout; contiguous if the shape forbids
-        it."""
+        """Return a spec of this shape and dtype with exact values in `layout`, if the shape allows it."""
         possible = layout if layout in layouts_for(len(self.shape)) else "contiguous"
         return TensorSpec(self.shape, self.dtype, possible, seed, "exact")
 
     def build(self, device: str | torch.device = "cpu") -> torch.Tensor:
         """Build the tensor in its layout on `device`; with `PINNED`, on the CPU in pinned memory.
-
-        The result always has the same bits.
-        """
+        The result always has the same bits."""
         if device == PINNED:
             return self.build().pin_memory()
         base, window = self._storage()
@@ -190,8 +186,7 @@ def layouts_for(dims: int) -> tuple[str, ...]:
     return (*named, "channels_last") if dims == 4 else named
 
 
-Sample = namedtuple("Sample", ["inputs", "labels"])
-"""The named tuple among the containers."""
+Sample = namedtuple("Sample", ["inputs", "labels"])  # the named tuple among the containers
 
 KINDS = ("tuple", "list", "dict", "namedtuple", "ordereddict")
 
@@ -239,24 +234,15 @@ BatchSpec = TensorSpec | Nested | Leaf
 
 @dataclass(frozen=True)
 class Split:
-    """A batch, and its distribution over devices.
+    """A batch, and its distribution over devices."""
 
-    Attributes:
-        batch: the batch to split.
-        size: its number of samples, which is the number of elements along `dim`.
-        dim: the dimension to split.
-        devices: number of devices to split over.
-        source: device of the batch before the split; "pinned" is pinned memory of the CPU.
-        target: device that gathers the shards.
-        order: indices of the devices, in the order of their shards; empty for the first `devices` ones, in order.
-    """
-
-    batch: BatchSpec
-    size: int
-    dim: int = 0
-    devices: int = 1
-    source: str = "cpu"
-    target: str = "cpu"
+    batch: BatchSpec  # the batch to split
+    size: int  # its number of samples, which is the number of elements along `dim`
+    dim: int = 0  # the dimension to split
+    devices: int = 1  # number of devices to split over
+    source: str = "cpu"  # device of the batch before the split; "pinned" is pinned memory of the CPU
+    target: str = "cpu"  # device that gathers the shards
+    # indices of the devices, in the order of their shards; empty for the first `devices` ones, in order
     order: tuple[int, ...] = ()
 
     def on(self, gpus: Sequence[torch.device]) -> tuple[torch.device, ...]:
@@ -282,19 +268,15 @@ class Split:
 REDUCIBLE = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 """The dtypes that both gloo and NCCL reduce."""
 
-DENSE = ("contiguous", "channels_last")
-"""Layouts without gaps, which NCCL accepts."""
+DENSE = ("contiguous", "channels_last")  # layouts without gaps, which NCCL accepts
 
-GAPPED = ("sliced", "strided")
-"""Layouts with gaps: views into a larger storage."""
+GAPPED = ("sliced", "strided")  # layouts with gaps: views into a larger storage
 
 
 @dataclass(frozen=True)
 class Contributions:
     """One tensor per rank: equal shape, dtype and layout, different values.
-
-    "exact" values have the same result in every order of the operation; "random" values use all bits.
-    """
+    "exact" values have the same result in every order of the operation; "random" values use all bits."""
 
     tensor: TensorSpec
     operation: str = "sum"

@@ -68,9 +68,7 @@ _A_WAIT = 0.1  # seconds: a shorter time is that of taking the locks
 
 class RunDirectory:
     """The directory where the workers of one run lease its simulated devices.
-
-    It exists as long as any process of the run: the xdist controller may be killed while its workers continue.
-    """
+    It exists as long as any process of the run: the xdist controller may be killed while its workers continue."""
 
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
@@ -149,9 +147,7 @@ class Leasing:
 
     def begin(self, count: int, purpose: str) -> tuple[Slot, ...] | None:
         """Wait for a lease of `count` devices (0: all). Fail the test if there is none in time.
-
-        Returns the slots where the test's ranks can run; None for all slots.
-        """
+        Returns the slots where the test's ranks can run; None for all slots."""
         if self._whole:
             self.active = True
             return None

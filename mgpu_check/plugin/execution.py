@@ -99,10 +99,8 @@ def modules_of(item: pytest.Item) -> list[types.ModuleType]:
 
 
 def _home(module: types.ModuleType) -> list[types.ModuleType]:
-    """Return the test's module, and its top-level package if no other process could import it.
-
-    With ``--import-mode=importlib``, or with tests beside an installed package, the package is only in `sys.modules`.
-    """
+    """Return the test's module, and its top-level package if no other process could import it. With
+    ``--import-mode=importlib``, or with tests beside an installed package, the package is only in `sys.modules`."""
     package = sys.modules.get(module.__name__.partition(".")[0])
     if package is None or package is module:
         return [module]

@@ -48,9 +48,7 @@ def run(
     rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
 ) -> tuple[int, str | None]:
     """Call ``_run`` of a `MultiProcessTestCase` with the arguments of this rank; raise the error of the test's body.
-
-    Returns the exit code; and the reason if the body raised `SkipTest`, which the exit code does not show.
-    """
+    Returns the exit code; and the reason if the body raised `SkipTest`, which the exit code does not show."""
     import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
 
@@ -80,9 +78,7 @@ _skipped: str | None = None  # why the process group of a `MultiProcContinuousTe
 
 def run_next(rank: Rank, owner: TestClass, test: str, fresh: bool, file: str) -> str | None:
     """Run a test of a `MultiProcContinuousTest`, and return why it is skipped, None if it is not.
-
-    `test`: its id. `fresh`: whether this process has to make the process group first. `file`: of the rendezvous.
-    """
+    `test`: its id. `fresh`: whether this process has to make the process group first. `file`: of the rendezvous."""
     global _skipped
     cls = owner.load()
     if fresh:

@@ -46,9 +46,7 @@ def harness_of(cls: type) -> type | None:
 
 class HarnessRuns:
     """Runs tests on forked ranks. `fork`: makes a world of the given number of bare processes.
-
-    `Adapting` makes one if a collected test is to be adapted, and enters `in_place_of` around each such test.
-    """
+    `Adapting` makes one if a collected test is to be adapted, and enters `in_place_of` around each such test."""
 
     def __init__(self, fork: Callable[[int], BareWorld], settings: Settings) -> None:
         self.used = False  # whether the current test has run on forked ranks
@@ -315,9 +313,7 @@ class Adapting:
 
 def _modules_of_torch() -> list[str]:
     """Return the modules of torch that this process has imported, for the fork server.
-
-    Its imports must not touch a real device, which torch's test modules do.
-    """
+    Its imports must not touch a real device, which torch's test modules do."""
     import torch
 
     from mgpu_check.engine.forkserver import OPTIONAL

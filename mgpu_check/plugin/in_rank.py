@@ -35,9 +35,7 @@ _KINDS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Arit
 
 def as_finding(error: BaseException) -> BaseException:
     """Return the finding for an error that a call in a check raised; return any other error unchanged.
-
-    Subclasses, such as torch's error about full memory, keep their type, which shows their cause.
-    """
+    Subclasses, such as torch's error about full memory, keep their type, which shows their cause."""
     if not isinstance(error, _KINDS) or type(error).__module__ != "builtins":
         return error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_engine(frame.filename)]
@@ -171,9 +169,7 @@ def _render(error: BaseException) -> str:
 
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
     """Show two frames in full, the test and the deepest function outside installed packages; shorten all others.
-
-    The frames of a check of the packaged suite are left out, because its finding says more than its lines.
-    """
+    The frames of a check of the packaged suite are left out, because its finding says more than its lines."""
     entries = list(info.traceback.filter(info)) or list(info.traceback)
     entries = [entry for entry in entries if not is_engine(str(entry.path))] or entries
     if isinstance(info.value, CheckFailure) and not isinstance(info.value, UnexpectedError):

@@ -94,9 +94,7 @@ def set_by(modules: Iterable[types.ModuleType]) -> Iterator[Place]:
 
 def _places(target: ast.expr, variables: Mapping[str, Any], object_ids: Collection[int]) -> Iterator[Place]:
     """Yield what exists of a target: a statement that runs on ranks only has set nothing here.
-
-    `object_ids`: the ids of the objects that other processes find by the name of a module, and at most one below it.
-    """
+    `object_ids`: the ids of the objects that other processes find by the name of a module, and at most one below it."""
     if not isinstance(target, ast.Attribute | ast.Subscript):
         return
     holder = _value(target.value, variables)

@@ -427,8 +427,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Collect the remarks of an xdist worker that has ended, for the summary in this process."""
-    worker_report = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
-    node.config.stash[SESSION].notes.add(worker_report)
+    node.config.stash[SESSION].notes.add(getattr(node, "workeroutput", {}).get(WORKER_REPORT, {}))
 
 
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:

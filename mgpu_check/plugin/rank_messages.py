@@ -195,9 +195,7 @@ def _imports_hypothesis(code: types.CodeType) -> bool:
 
 def keep_steps(error: BaseException) -> None:
     """Attach the steps of the running Hypothesis state machine, if any, to `error`, for `steps_to`.
-
-    The traceback cannot provide them, because Hypothesis removes its own frames from it.
-    """
+    The traceback cannot provide them, because Hypothesis removes its own frames from it."""
     control: Any = sys.modules.get("hypothesis.control")
     if control is not None:
         with contextlib.suppress(Exception):
@@ -213,9 +211,7 @@ def steps_to(error: BaseException) -> list[str]:
 
 def deliver(messages: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
     """Repeat the reports of the ranks in this process; equal reports of several ranks once.
-
-    `messages`: rank -> the reports of its `Collector`, in order.
-    """
+    `messages`: rank -> the reports of its `Collector`, in order."""
     contents: dict[str, dict[int, list[Any]]] = {}
     for rank, asides in sorted(messages.items()):
         for topic, content in asides:

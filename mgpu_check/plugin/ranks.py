@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +13,11 @@ from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.errors import RankHang, RankHangInFixture
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.environments import simulating
+
+if TYPE_CHECKING:
+    import torch
+
+Gpus = tuple["torch.device", ...]  # the fixture `gpus`
 
 
 class Ranks:
@@ -124,10 +129,8 @@ class Ranks:
 
 @contextlib.contextmanager
 def abandoning(session: GpuSession) -> Iterator[None]:
-    """Skip, reject or xfail the test or example in this process if all ranks have done so.
-
-    Raises `RankHang`: the ranks hang, or something failed the test from outside while they ran, as pytest-timeout does.
-    """
+    """Skip, reject or xfail the test or example in this process if all ranks have done so. Raises `RankHang`: the ranks
+    hang, or something failed the test from outside while they ran, as pytest-timeout does."""
     from mgpu_check.engine.world import Abandoned
     from mgpu_check.plugin.rank_messages import keep_steps
 

@@ -47,9 +47,7 @@ class _Replacement:
 
 class Changes:
     """Changes of modules for a call in another process, which last as long as this context.
-
-    Unpickling makes them already, because the function that follows may import modules that need them.
-    """
+    Unpickling makes them already, because the function that follows may import modules that need them."""
 
     def __init__(self, pickled: bytes, missing: Mapping[str, str]) -> None:
         """Take the pickled replacements, and a sentence about each variable that cannot be sent, by its name."""
@@ -185,9 +183,7 @@ class Replacements:
 
 class _ImportPaths:
     """Finds import paths of objects for other processes.
-
-    The paths are cached, because a search goes through all modules, and every call needs them.
-    """
+    The paths are cached, because a search goes through all modules, and every call needs them."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, int, tuple[str, tuple[str, ...]] | None]] = {}

@@ -42,9 +42,7 @@ NEEDS: pytest.StashKey[Needs] = pytest.StashKey()  # of an item: its requirement
 
 def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
     """Return world sizes by test id. A size that fits on one host, and on several, gets two ids: within and across.
-
-    `per_host`: number of devices of each host; empty on one machine.
-    """
+    `per_host`: number of devices of each host; empty on one machine."""
     counts: dict[str, int] = {}
     for size in sizes:
         within = next((host for host, count in enumerate(per_host) if count >= size), None)

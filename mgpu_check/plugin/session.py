@@ -87,9 +87,7 @@ GATES = ("mgpu_check.gates.run.measurement", "mgpu_check.gates.run.step_runs")
 
 class FirstFailure(BaseException):
     """Raised by the first failing example of a test, to end the test at once: see `GpuSession.first_failure`.
-
-    Not an ``Exception``, because Hypothesis would run the example again.
-    """
+    Not an ``Exception``, because Hypothesis would run the example again."""
 
     def __init__(self, failure: AssertionError) -> None:
         super().__init__(str(failure))
@@ -211,10 +209,8 @@ class GpuSession:
         self._kept = f"imports kept warm {how}"
 
     def count_devices(self) -> None:
-        """Count the real devices, in a process of their own, and check that there are enough.
-
-        Raises `TooFewDevices`: there are not; the message names the requested and the visible devices, and the remedy.
-        """
+        """Count the real devices, in a process of their own, and check that there are enough. Raises `TooFewDevices`:
+        there are not; the message names the requested and the visible devices, and the remedy."""
         from mgpu_check.engine.pool import devices_of_host
 
         settings = self.settings
@@ -444,9 +440,7 @@ class EarlyStart:
 
 def register(config: pytest.Config, session: GpuSession) -> None:
     """Register the summary, annotations, the early start of ranks, and the line that repeats an example.
-
-    Raises `pytest.UsageError`: a file cannot be written, or the example cannot be repeated here.
-    """
+    Raises `pytest.UsageError`: a file cannot be written, or the example cannot be repeated here."""
     if not hasattr(config, "workerinput") and not config.option.collectonly:
         if session.settings.gpu_report:
             from mgpu_check.plugin.report.github import Summaries

@@ -36,7 +36,7 @@ def test_values_in_an_unknown_wrapper_are_listed(compare, by_hand, changed):
 
 
 def test_an_error_of_the_recorder_is_not_one_of_the_script(compare, by_hand, python, tmp_path):
-    broken = "import mgpu_check.compare.in_script.recorder as recorder\nrecorder.has_state = None\n"
+    broken = "import mgpu_check.compare.in_script.models as models\nmodels.has_state = None\n"
     tmp_path.joinpath("train.py").write_text(broken + by_hand)
     code, _, stderr = python("-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py", processes=5)
     assert code == 3

@@ -30,9 +30,7 @@ _CHECK = "collectives"
 
 def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
     """Call collectives in all their groups; rank 0 returns the observations of all ranks, others none.
-
-    Subjects name ranks in place of GPUs. Sends and receives have an observation for each ordered pair too.
-    """
+    Subjects name ranks in place of GPUs. Sends and receives have an observation for each ordered pair too."""
     results: list[Sequence[View]] = [()] * rank.size
     dist.all_gather_object(results, views_of(rank, cases.all))  # over the host
     return observations_of_views(cases.all, results) if rank.index == 0 else []
@@ -124,8 +122,7 @@ def _seen(view: View) -> str:
     )
 
 
-LATENCY_BYTES = 64
-"""A collective of this size or less is measured by its time."""
+LATENCY_BYTES = 64  # a collective of this size or less is measured by its time
 
 
 def measure_collectives(rank: Rank, cases: Cases, repeats: int) -> list[Measurement]:

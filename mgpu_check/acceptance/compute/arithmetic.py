@@ -64,10 +64,8 @@ def _outvoted(
     node: Node, case: ComputeCase, result: Vote, digests: Mapping[int, int], failed_gpus: set[int]
 ) -> list[Observation]:
     """Return failed observations for the outvoted GPUs that no oracle has found wrong.
-
-    Without a majority, a GPU that an oracle has found wrong explains the disagreement, and nothing more is returned.
-    If no oracle has found one, any of the voters may be wrong: the failure is of their group, and accuses none alone.
-    """
+    Without a majority, a GPU that an oracle has found wrong explains the disagreement, and nothing more is returned. If
+    no oracle has found one, any of the voters may be wrong: the failure is of their group, and accuses none alone."""
     if not result.decided:
         if failed_gpus & set(result.odd):
             return []

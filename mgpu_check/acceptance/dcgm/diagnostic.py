@@ -139,10 +139,7 @@ def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Map
     """Return an observation for each result: of its GPU, or of the host.
 
     A GPU is found by its serial number. Without serial numbers, its index in DCGM is its place by PCI bus id, if the
-    run is on one host with all of its GPUs.
-
-    Args:
-        visible: number of GPUs of each host, including those outside the run.
+    run is on one host with all of its GPUs: `visible` counts the GPUs of each host, including those outside the run.
     """
     case = f"DCGM {diagnostic.version}".rstrip()
     if diagnostic.error:

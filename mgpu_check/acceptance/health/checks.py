@@ -116,11 +116,8 @@ _HALF = 0.5
 def examine_limits(
     before: Snapshot, after: Snapshot, samples: Mapping[int, Sequence[TelemetrySample]]
 ) -> list[Observation]:
-    """Return a failed observation for each limit that a GPU misses; some of them are warnings by their kind.
-
-    Args:
-        before, after: full snapshots at the start and at the end of the run.
-    """
+    """Return a failed observation for each limit that a GPU misses; some of them are warnings by their kind. `before`
+    and `after` are full snapshots at the start and at the end of the run."""
     busy = {gpu: [sample for sample in mine if is_under_load(sample)] for gpu, mine in samples.items()}
     observations: list[Observation] = []
     for gpu, facts in sorted(after.facts.items()):
@@ -300,12 +297,8 @@ _WRAPS = 1 << 31
 
 
 def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | None]) -> float:
-    """Return the largest growth of a counter on a healthy GPU.
-
-    Args:
-        seconds: the time between the two readings.
-        gauges: generation and width of the PCIe link.
-    """
+    """Return the largest growth of a counter on a healthy GPU in the `seconds` between two readings. `gauges` are
+    generation and width of the PCIe link."""
     if counter == "pcie_replays":
         generation, width = gauges.get("pcie_generation"), gauges.get("pcie_width")
         fastest = max(TRANSFERS.values())
@@ -364,12 +357,9 @@ def examine_health(
 ) -> list[Observation]:
     """Judge the telemetry of the GPUs of one host in a run.
 
-    Args:
-        snapshots: at least two, in order of time, each with the name of the work before it; the first and the last are
-            full.
-
-    Returns:
-        For each GPU failed observations, or a passed or unknown one; for the host errors that no single GPU causes.
+    There are at least two `snapshots`, in order of time, each with the name of the work before it; the first and the
+    last are full. Return failed observations for each GPU, or a passed or unknown one, and for the host errors that no
+    single GPU causes.
     """
     (_, before), (_, after) = snapshots[0], snapshots[-1]
     gpus = sorted({*before.facts, *before.missing, *after.facts, *after.missing})

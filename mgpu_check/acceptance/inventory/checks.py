@@ -53,12 +53,9 @@ class Reference:
 def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence[Reference] = ()) -> list[Observation]:
     """Compare the facts of the GPUs of one host with references and with each other.
 
-    Args:
-        references: for each fact, the first reference that has it counts; so does the first that has counts.
-
-    Returns:
-        For each GPU one failed observation for each fact that differs, or a passed or unknown one. Differences that no
-        single GPU causes are about the host, and pairs with fewer capabilities than others have their own.
+    For each fact, the first of `references` that has it counts; so does the first that has counts. Return for each GPU
+    one failed observation for each fact that differs, or a passed or unknown one. Differences that no single GPU causes
+    are about the host, and pairs with fewer capabilities than others have their own.
     """
     if snapshot.absent:
         return [_unknown(gpu, snapshot.absent) for gpu in sorted(snapshot.missing)]
@@ -99,9 +96,7 @@ def is_under_load(sample: TelemetrySample) -> bool:
 
 def examine_pcie(snapshot: Snapshot, samples: Iterable[TelemetrySample]) -> list[Observation]:
     """Compare the largest generation and width of each PCIe link under load with what the GPU and its slot can do.
-
-    An idle link slows down to save power, so samples without load are ignored.
-    """
+    An idle link slows down to save power, so samples without load are ignored."""
     under_load: dict[int, list[TelemetrySample]] = {gpu: [] for gpu in snapshot.facts}
     for sample in samples:
         if sample.gpu in under_load and is_under_load(sample):
@@ -273,12 +268,8 @@ def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int 
     """Compare the identities of the GPUs of one host with each other, and their slots with those that torch reports.
 
     GPUs on a board with several GPUs share its serial number. MIG devices share that of their GPU, and its slot.
-
-    Args:
-        slots: PCI bus id of each GPU by its number, from torch; absent where unknown.
-
-    Returns:
-        Failed observations only. It is unknown which of two GPUs has a wrong identity, so they are about the host.
+    `slots` has the PCI bus id of each GPU by its number, from torch, where it is known. Return failed observations
+    only. It is unknown which of two GPUs has a wrong identity, so they are about the host.
     """
     observations = []
     for name in ("uuid", "serial", "pci"):

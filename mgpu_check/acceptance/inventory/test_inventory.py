@@ -14,9 +14,7 @@ _SAMPLES = 3  # under load, of each GPU; the first may be of a link that is stil
 
 def _references(node: Node, host: int) -> tuple[list[Reference], list[str]]:
     """Return what the facts of a host are compared with, and why some references are missing.
-
-    The number of GPUs is compared only if all GPUs of the host are in the run.
-    """
+    The number of GPUs is compared only if all GPUs of the host are in the run."""
     baseline, gpus = node.plan.baseline, [gpu for gpu in node.gpus if gpu.host == host]
     all_of_host = len(gpus) == node.visible.get(host)
     references, missing = [], []

@@ -64,17 +64,12 @@ class Component:
         return self.values.get("state") == _ACTIVE or self.values.get("operstate") == "up"
 
 
-KernelFacts = Mapping[str, Component]
-"""Components by name."""
+KernelFacts = Mapping[str, Component]  # components by name
 
 
 def read_kernel(root: Path = Path("/"), allowed: Collection[int] | None = None) -> dict[str, Component]:
-    """Return the components of this host.
-
-    Args:
-        root: the directory that has ``sys`` and ``proc``.
-        allowed: cores that this process may use; default from the kernel.
-    """
+    """Return the components of this host, from ``sys`` and ``proc`` in `root`. `allowed` are the cores that this
+    process may use; by default the kernel names them."""
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     system = root / "sys"
     components = []
@@ -212,12 +207,9 @@ def of_host(outcome: Outcome, message: str, case: str, work: Work, **evidence: A
 def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Observation]:
     """Judge counters by their growth and states by their value after the run.
 
-    Args:
-        before: the facts from before the run; None if they were not read.
-
-    Returns:
-        failed observations, and one that passed, with the number of values that were judged; skipped ones for kinds of
-        components that the host does not have.
+    `before` has the facts from before the run; None if they were not read. Return failed observations, and one that
+    passed, with the number of values that were judged; skipped ones for kinds of components that the host does not
+    have.
     """
     observations: list[Observation] = []
     judged = 0
@@ -326,12 +318,9 @@ _CoreResults = Mapping[_CoreKey, Collection[bytes]]  # the different results of 
 def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong_core: int = -1) -> list[Observation]:
     """Compute integers, products, functions and hashes on each core at the same time, pinned, and compare the bits.
 
-    A core is named only if more than half of the cores, and at least two others, agree on another result.
-
-    Args:
-        seconds: how long; at least one round.
-        cores: the cores of a simulated host, which take turns and are not pinned; None for those of this process.
-        wrong_core: the core that a planted fault makes wrong; -1 for none.
+    A core is named only if more than half of the cores, and at least two others, agree on another result. It takes
+    `seconds`, at least one round. `cores` are those of a simulated host, which take turns and are not pinned; None for
+    those of this process. A planted fault makes `wrong_core` wrong; -1 for none.
     """
     from mgpu_check.torch_hooks.switches import one_thread
 
@@ -428,8 +417,7 @@ def _work(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "functions", torch.stack((points.exp(), points.sin(), points.sqrt(), points.log(), 1 / points))
 
 
-CHUNK = 1 << 20
-"""Words that are written or compared at once: 8 MiB."""
+CHUNK = 1 << 20  # words that are written or compared at once: 8 MiB
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio
 _COPIED = 1 << 17  # words of a copy
 _MEMORY_SHARE = 8  # a divisor of the available memory: other programs need the rest
@@ -564,9 +552,8 @@ def paths_in(lines: Iterable[str]) -> dict[tuple[int, int], str]:
 def examine_paths(of_ranks: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: Mapping[int, str]) -> list[Observation]:
     """Return an observation of the host for each pair that does not use the best path that is there.
 
-    Args:
-        of_ranks: the result of `paths_of_rank` for each rank.
-        fabric: by number of the host, the name of an InfiniBand port that is active there.
+    `of_ranks` has the result of `paths_of_rank` for each rank. `fabric` has, by number of the host, the name of an
+    InfiniBand port that is active there.
     """
     named = (mine for mine in of_ranks if not isinstance(mine, str))
     paths = {pair: path for mine in named for pair, path in mine.items()}

@@ -43,11 +43,8 @@ def look_at_cores(devices: Sequence[object], seconds: float, simulated: Simulate
 def look_at_kernel(
     devices: Sequence[object], before: Mapping[tuple[str, str], checks.KernelFacts], simulated: SimulatedHost | None
 ) -> list[Observation]:
-    """Judge what the kernel of this host says before and after the run.
-
-    Args:
-        before: the facts of each host by its name and boot id.
-    """
+    """Judge what the kernel of this host says before and after the run. `before` has the facts of each host by its name
+    and boot id."""
     if simulated is None:
         return checks.examine_kernel(before.get((socket.gethostname(), boot_id())), checks.read_kernel())
     with tempfile.TemporaryDirectory() as directory:

@@ -25,8 +25,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.devices.operations import Stopwatch, measured
 from mgpu_check.oracles.generated_data import MASK, mix_, mixed, position_of, signed
 
-PERIOD = 64
-"""Period of repeating patterns, in words; the size of each chunk of memory is a multiple."""
+PERIOD = 64  # period of repeating patterns, in words; the size of each chunk of memory is a multiple
 
 
 Put = Callable[[torch.Tensor, int, torch.Tensor], object]
@@ -53,9 +52,7 @@ class Pattern(Protocol):
 @dataclass(frozen=True)
 class Address:
     """A pattern where each word holds its own offset in bytes, or the complement.
-
-    It shows stuck or joined address lines, and where a wrong value belongs.
-    """
+    It shows stuck or joined address lines, and where a wrong value belongs."""
 
     complement: bool = False
 
@@ -228,12 +225,8 @@ class Region:
         """Record in `errors` each word that does not hold the pattern.
 
         The comparison on the device is tested too: the device must find one word that was changed on purpose, and the
-        host compares some words, drawn by `seed`.
-
-        Args:
-            seed: selects the words for the tests of the comparison.
-            then: the pattern to write over each chunk right after its comparison.
-            backwards: from the last chunk to the first.
+        host compares some words, drawn by `seed`. The pattern `then` is written over each chunk right after its
+        comparison. `backwards` starts with the last chunk.
         """
         drawn = random.Random(seed)
         control, host_index = drawn.randrange(len(self.chunks)), drawn.randrange(len(self.chunks))
@@ -443,9 +436,7 @@ def _disturbed(region: Region, word: int, victim: int, first_word: int, end: int
 
 def evidence_of(region: Region, count: int, words: Sequence[WrongWord]) -> dict[str, Any]:
     """Describe wrong words for a report, in values that JSON can hold. `words` may have fewer words than `count`.
-
-    The first few words are diagnosed, which overwrites the region.
-    """
+    The first few words are diagnosed, which overwrites the region."""
     bits = Counter(bit for word in words for bit in bits_of(word.differs))
     single = sum(word.differs.bit_count() == 1 for word in words)
     period = gcd(*(upper - lower for lower, upper in pairwise(sorted({word.word for word in words}))))

@@ -31,15 +31,12 @@ from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
 from mgpu_check.devices.telemetry.fields import pair_field
 
-Group = Mapping[int, Measurement]
-"""Measurements that are compared with each other, by their places among all."""
+Group = Mapping[int, Measurement]  # measurements that are compared with each other, by their places among all
 
 
 def link_classes(gpus: Sequence[Gpu]) -> dict[tuple[int, int], str]:
     """Return the class of each link over PCIe between two GPUs, as (source, destination) -> class.
-
-    Pairs with NVLink have no class, because the number of links between two GPUs depends on the board.
-    """
+    Pairs with NVLink have no class, because the number of links between two GPUs depends on the board."""
     classes = {}
     for gpu, peer in permutations(gpus, 2):
         path, ability = (gpu.facts.get(pair_field(name, peer.number)) for name in ("topology", "p2p"))
@@ -93,9 +90,7 @@ def _noise(group: Group) -> float:
 
 def _majority(group: Group) -> tuple[dict[int, Comparison], bool]:
     """Compare each measurement with all others, and return whether they differ without a majority.
-
-    If half of them or more fail, the slow ones are unknown. Two values have no majority.
-    """
+    If half of them or more fail, the slow ones are unknown. Two values have no majority."""
     head, noise, comparisons = next(iter(group.values())), _noise(group), {}
     least = least_shortfall(head.kind)
     for number, mine in group.items():

@@ -21,8 +21,7 @@ _POINTS = 1200  # most points of a curve; longer curves are thinned out
 _HELD = 40  # most triangles of a GPU
 _SERIES, _DASHES = 8, 4
 
-PANELS = {"temperature": "°C", "power": "W", "sm_clock": "MHz"}
-"""Telemetry fields to draw over time, with their units."""
+PANELS = {"temperature": "°C", "power": "W", "sm_clock": "MHz"}  # telemetry fields to draw over time, with their units
 _TITLES = {"temperature": "Temperature", "power": "Power", "sm_clock": "SM clock"}
 _LOOKS: Mapping[Outcome, str] = {"passed": "good", "failed": "bad", "unknown": "open", "skipped": "none"}
 
@@ -106,11 +105,8 @@ def _shade(value: float | None, best: float, scale: Scale) -> float:
 def over_time(
     samples: Sequence[TelemetrySample], checks: Sequence[CheckRun], accused: Collection[int], title: str
 ) -> str:
-    """Return temperature, power and clocks of GPUs over time, with a bar for each check, as an ``<svg>`` element.
-
-    Args:
-        samples: samples of the GPUs to draw; at least one has a value for a field of `PANELS`.
-    """
+    """Return temperature, power and clocks of GPUs over time, with a bar for each check, as an ``<svg>`` element. At
+    least one of the `samples`, all of GPUs to draw, has a value for a field of `PANELS`."""
     by_gpu = dict(grouped((sample.gpu, sample) for sample in samples))
     end = max([sample.at for sample in samples] + [run.started + run.seconds for run in checks])
     unit, scale = ("s", 1.0) if end < 180 else ("min", 60.0) if end < 10_800 else ("h", 3600.0)
@@ -152,8 +148,7 @@ def _held(samples: Sequence[TelemetrySample], scale: float) -> Iterator[pages.Li
 
 def reasons(sample: TelemetrySample) -> list[str]:
     """Return the throttle reasons of a sample that are signs of a defect."""
-    throttle_reasons = str(sample.values.get("throttle") or "").split(", ")
-    return [reason for reason in throttle_reasons if reason in THROTTLED]
+    return [reason for reason in str(sample.values.get("throttle") or "").split(", ") if reason in THROTTLED]
 
 
 def _bar(run: CheckRun, end: float, scale: float) -> pages.Bar:

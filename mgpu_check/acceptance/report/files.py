@@ -70,8 +70,7 @@ def read(path: Path) -> RunReport:
 
 def schema() -> str:
     url = f"https://github.com/mgpu-check/mgpu-check/blob/main/mgpu_check/acceptance/report/{SCHEMA.name}"
-    document = FORM.schema(f"{FORM.name}, version {FORM.version}")
-    return json.dumps({"$id": url, **document}, indent=1) + "\n"
+    return json.dumps({"$id": url, **FORM.schema(f"{FORM.name}, version {FORM.version}")}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
@@ -101,8 +100,7 @@ def _joined(observations: Sequence[Observation]) -> tuple[list[Observation], dic
     kept_index: dict[int, int] = {}
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, entry in enumerate(observations):
-        key = (entry.check, entry.subject, entry.outcome, entry.finding)
-        mine = groups.setdefault(key, [])
+        mine = groups.setdefault((entry.check, entry.subject, entry.outcome, entry.finding), [])
         full_count = 0 if entry.outcome in ("passed", "skipped") and not entry.finding else _WHOLE
         if len(mine) <= full_count:  # the last of the group stands for all later ones
             mine.append(len(kept))

@@ -264,8 +264,7 @@ def _words(name: str, state: State) -> str:
     return f"{name}: {_SAID[state].lower() or 'checked, not accused'}"
 
 
-Key = tuple[str, str, int]
-"""Quantity, unit and size of comparable measurements."""
+Key = tuple[str, str, int]  # quantity, unit and size of comparable measurements
 
 _Kind = Literal["gpu", "upload", "download"]
 
@@ -481,9 +480,7 @@ def _extent(unit: str, size: int) -> str:
 
 def others(report: RunReport) -> list[dict[str, str]]:
     """Return table rows for the measurements that no matrix shows: of groups, of hosts, and of other sizes.
-
-    For other sizes a row has the median, the lowest and the highest value.
-    """
+    For other sizes a row has the median, the lowest and the highest value."""
     rows: list[tuple[str, str, str, str]] = []
     tables: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(report))]
     tables += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(report).items()]

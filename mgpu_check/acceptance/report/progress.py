@@ -23,10 +23,8 @@ _APART = 60.0  # seconds between lines of a log. The end of a check always print
 
 class Live:
     """A pytest plugin that replaces pytest's dots in an acceptance.
-
     `pytest_runtestloop` of `conftest.py` registers it when the order of tests is known, and ends it after the second
-    looks. The log of the run calls `heard` with each new result.
-    """
+    looks. The log of the run calls `heard` with each new result."""
 
     def __init__(
         self,

@@ -29,8 +29,7 @@ from mgpu_check.devices.observations import Observation, Outcome, Part, Subject,
 from mgpu_check.processes.machine import distinct_names
 from mgpu_check.processes.rank_lists import grouped
 
-MATRIX = 32
-"""Most GPUs in one matrix."""
+MATRIX = 32  # most GPUs in one matrix
 _HOSTS = 16
 _RIVALS = 8  # most sets of parts to list that explain the same failures
 SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"
@@ -325,9 +324,7 @@ def detected(report: RunReport) -> list[str]:
 
 def rates(report: RunReport) -> str:
     """Return the rarest faults that the checks without failures find with a probability of 95 %; "" if none counts.
-
-    A fault that strikes each of n operations with probability 1/N is missed with probability (1 - 1/N)^n.
-    """
+    A fault that strikes each of n operations with probability 1/N is missed with probability (1 - 1/N)^n."""
     frequencies = []
     for run in checks_by_name(report):
         unit, done = CHECKLIST[run.name].counts if run.name in CHECKLIST else "", run.least.operations

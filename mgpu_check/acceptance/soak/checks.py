@@ -69,17 +69,12 @@ def _model(case: TransformerCase) -> Transformer:
 
 class _Beside(abc.ABC):
     """Work that runs next to the training.
-
-    `examine_load` makes it for a round, calls `turn` between steps of the training, and `end` after the last one.
-
-    Attributes:
-        bytes: the number of bytes that it has moved.
-    """
+    `examine_load` makes it for a round, calls `turn` between steps of the training, and `end` after the last one."""
 
     def __init__(self, rank: Rank, case: SoakCase) -> None:
         self.rank, self.case = rank, case
         self.stream = torch.cuda.Stream(rank.device)
-        self.bytes = 0
+        self.bytes = 0  # the number of bytes that it has moved
         self.failed: list[Observation] = []
 
     @abc.abstractmethod

@@ -66,10 +66,7 @@ class Soak:
     """A soak of all GPUs of a node.
 
     `test_gpus_stay_right_under_load` makes it and runs it once. Each round is a call on all ranks, and the observations
-    and speeds go to the log of the node.
-
-    Args:
-        clock: returns seconds since a fixed time.
+    and speeds go to the log of the node. `clock` returns seconds since a fixed time.
     """
 
     def __init__(self, node: Node, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -161,11 +158,8 @@ def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> lis
     """Return an observation for each GPU: failed if it slowed down between its first and its last rounds.
 
     A GPU fails if its loss exceeds that of the other GPUs of its model by the limit, or if its own loss is too large.
-    GPUs with too few rounds have no observation.
-
-    Args:
-        rates: speed of each GPU in each round. The first round is warm-up and does not count.
-        model: model of each GPU by number; GPUs of one model are compared.
+    GPUs with too few rounds have no observation. `rates` has the speed of each GPU in each round. The first round is
+    warm-up and does not count. `model` has the model of each GPU by number; GPUs of one model are compared.
     """
     lost: dict[int, float] = {}
     noise: dict[int, float] = {}

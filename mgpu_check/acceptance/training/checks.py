@@ -43,9 +43,8 @@ class Divided:
 def departures(trained: Mapping[int, Trained]) -> tuple[dict[int, Departure], Divided | None]:
     """Let the GPUs vote step by step. A GPU that has left the majority does not vote in later steps.
 
-    Returns:
-        The GPUs that left the majority, and the GPUs that disagree in the first step without a majority, or None.
-        The vote ends with that step.
+    Return the GPUs that left the majority, and the GPUs that disagree in the first step without a majority, or None.
+    The vote ends with that step.
     """
     gone: dict[int, Departure] = {}
     for step in range(max(len(training.digests) for training in trained.values())):
@@ -75,10 +74,8 @@ def _different(trained: Mapping[int, Trained], step: int, gpus: Sequence[int]) -
 def judge(trained: Mapping[int, Trained], bits: Bits) -> tuple[list[Observation], Divided | None]:
     """Return observations of GPUs of one model that trained one case, and the GPUs that disagree without a majority.
 
-    The GPUs without a majority have no observation yet.
-
-    Args:
-        bits: called for the GPUs that depart, to count the elements that differ and to see whether it happens again.
+    The GPUs without a majority have no observation yet. `bits` is called for the GPUs that depart, to count the
+    elements that differ and to see whether it happens again.
     """
     gone, divided = departures(trained)
     undecided = set(divided.gpus) if divided else set()
@@ -124,9 +121,7 @@ def _departed(gpu: int, training: Trained, departure: Departure, voters: int, bi
 
 def elements_that_differ(expected: bytes, actual: bytes, size: int) -> dict[str, Any]:
     """Return how many elements of `size` bytes differ, with the positions and the differing bits of the first ones.
-
-    Compare byte by byte if the lengths differ or are not a multiple of `size`.
-    """
+    Compare byte by byte if the lengths differ or are not a multiple of `size`."""
     if len(expected) != len(actual) or len(expected) % size:
         size = 1
     places: list[int] = []

@@ -17,9 +17,7 @@ from mgpu_check.oracles.training.cases import TrainingSpec
 @st.composite
 def transformers(draw: st.DrawFn, precision: str) -> TransformerCase:
     """Draw cases of a precision, with the smallest sizes.
-
-    The simplest case differs between precisions, so that one example per precision covers all variants.
-    """
+    The simplest case differs between precisions, so that one example per precision covers all variants."""
     index = PRECISIONS.index(precision)
 
     def either(number: int, values: tuple[object, object]) -> object:

@@ -93,11 +93,8 @@ def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Tr
     """Train on the device of `rank`, and return digests of loss and parameters after each step.
 
     The host makes data and parameters. Their arrival is checked on the device and from the host, and so are the final
-    results.
-
-    Returns:
-        Observations of wrong copies to the device or back; and the training, unless it would have started from wrong
-        data.
+    results. Return also observations of wrong copies to the device or back. A training that would have started from
+    wrong data is left out.
     """
     training = prepared(case)
     sent = [*training.parameters.values(), training.tokens]
@@ -137,15 +134,12 @@ class Training:
     """A model and its batches on one device.
 
     `prepared` makes it on the host, and `placed` moves its model and tokens to a device. `steps` then trains it once.
-
-    Attributes:
-        parameters: name -> parameter, each once.
-        tokens: the tokens of all steps: int64 (steps, batch, length + 1).
+    `tokens` has those of all steps: int64 (steps, batch, length + 1).
     """
 
     def __init__(self, case: TransformerCase, model: Transformer, tokens: torch.Tensor) -> None:
         self.case, self.model, self.tokens = case, model, tokens
-        self.parameters = {name: value.detach() for name, value in model.named_parameters()}
+        self.parameters = {name: value.detach() for name, value in model.named_parameters()}  # each once
 
     def steps(self) -> Iterator[torch.Tensor]:
         case = self.case
@@ -241,9 +235,7 @@ def _read_back(
 @contextmanager
 def arithmetic(case: TransformerCase) -> Iterator[None]:
     """Use deterministic algorithms, and TF32 only if the case asks for it, for the time of the context.
-
-    cuBLAS is deterministic only if CUBLAS_WORKSPACE_CONFIG was ":4096:8" or ":16:8" at its first call.
-    """
+    cuBLAS is deterministic only if CUBLAS_WORKSPACE_CONFIG was ":4096:8" or ":16:8" at its first call."""
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with switches.repeatable_precision(tf32=case.precision == "tf32"):
         try:

@@ -89,10 +89,8 @@ def _end_before_training() -> None:
 
 def _act_after_torch(actions: list[Callable[[], None]]) -> None:
     """Call each of `actions` once, after torch is imported.
-
     The loader of torch calls them, because every import uses a loader: also a lazy import, one that asks a finder
-    directly, and one after a change of `sys.meta_path`. A program that only looks for torch causes no call.
-    """
+    directly, and one after a change of `sys.meta_path`. A program that only looks for torch causes no call."""
 
     def act_after(loader: Any) -> None:
         execute = loader.exec_module
@@ -148,9 +146,7 @@ def _prepare_recording(settings: dict[str, Any]) -> None:
 
 def _watch_variables(*variables: str) -> dict[str, tuple[str, int]]:
     """Return a dict that receives name -> (file, line) when the program sets one of these variables.
-
-    Errors in the variables show up only later, when torch reads them.
-    """
+    Errors in the variables show up only later, when torch reads them."""
     places: dict[str, tuple[str, int]] = {}
     environ_class: Any = type(os.environ)
     original = environ_class.__setitem__

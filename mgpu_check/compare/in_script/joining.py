@@ -125,21 +125,14 @@ class SampleRows:
     `RankReplaying` makes it, and lets it see each batch; replayed tensors are joined by it until the last step.
 
     The rows of a view follow each other if the batch has views, as after `torch.cat`. Otherwise the rows of a sample
-    follow each other, as after ``x.view(-1, features)``.
-
-    Args:
-        turned: assume the other order.
-
-    Attributes:
-        sizes: number of samples in the last batch of each rank; empty if unknown.
-        ambiguous: a tensor had several rows for each sample.
+    follow each other, as after ``x.view(-1, features)``. With `turned`, the other order is assumed.
     """
 
     def __init__(self, turned: bool) -> None:
         self._turned = turned
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # number of samples in the last batch of each rank; empty if unknown
         self._views = 1
-        self.ambiguous = False
+        self.ambiguous = False  # a tensor had several rows for each sample
 
     def saw(self, shards: Sequence[Any]) -> None:
         """Learn the numbers of samples and of views from the batches of the ranks."""

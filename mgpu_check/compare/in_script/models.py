@@ -27,9 +27,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 class Surroundings:
     """The modules that exist now, and their relations.
-
-    `Names` makes it when a name is missing, and drops it after the lookup: it refers to all modules of the process.
-    """
+    `Names` makes it when a name is missing, and drops it after the lookup: it refers to all modules of the process."""
 
     def __init__(self) -> None:
         self._parents: dict[int, list[nn.Module]] = defaultdict(list)
@@ -45,10 +43,8 @@ class Surroundings:
 
     def roots(self, called: Sequence[nn.Module]) -> list[nn.Module]:
         """Return the modules that parameters of called modules are named from, each once.
-
         For a called module, this is the highest module that contains several called ones. If there is no such module,
-        it is the outermost `ModuleList` or `ModuleDict` around it, or the called module itself.
-        """
+        it is the outermost `ModuleList` or `ModuleDict` around it, or the called module itself."""
         above = [self._ancestors(module) for module in called]
         counts = Counter(number for ancestors in above for number in ancestors)
         roots: dict[int, nn.Module] = {}

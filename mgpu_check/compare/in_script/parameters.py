@@ -62,10 +62,8 @@ def numbers_of(pieces: Sequence[NumberedPart]) -> dict[int, Numbers]:
 
 class Parameters:
     """The known parameters, each recorded in the trace on first use.
-
     `ScriptRecorder` makes it once, and asks it for the parts of an optimizer's parameters at each step. It keeps the
-    parameters alive, because their ids are its keys.
-    """
+    parameters alive, because their ids are its keys."""
 
     def __init__(self, writer: Writer, parameter_names: Names) -> None:
         self.placing = Placing(parameter_names, None)
@@ -101,9 +99,7 @@ class Parameters:
 
     def note_unread(self, name: str, owner: str, value: object) -> None:
         """Record a tensor or state whose values cannot be read.
-
-        `owner`: the parameter that has the state; "" for a parameter or a gradient.
-        """
+        `owner`: the parameter that has the state; "" for a parameter or a gradient."""
         if name not in self._unread:
             self._unread.add(name)
             self._writer.write("unread", after=0, name=name, of=owner, type=type(value).__name__)
@@ -154,9 +150,7 @@ def entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def flat_parts(value: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """Return the part of each parameter in a state that is flat over all of them; None for any other state.
-
-    `parameters`: all parameters of the optimizer.
-    """
+    `parameters`: all parameters of the optimizer."""
     if value.dim() != 1 or is_distributed(value) or any(map(is_distributed, parameters)):
         return None
     counts = [parameter.numel() for parameter in parameters]
@@ -258,9 +252,7 @@ class States:
 
     def after(self, optimizers: Sequence[Any], pieces: Iterable[NumberedPart], called: Any) -> dict[int, Numbers]:
         """Return the numbers of each state and buffer after a step.
-
-        `optimizers`: the optimizer of the step, and its inner optimizers. `called`: the modules called so far.
-        """
+        `optimizers`: the optimizer of the step, and its inner optimizers. `called`: the modules called so far."""
         entries = [*self._of_optimizers(optimizers, pieces), *self._of_buffers(called)]
         numbers = summaries([value for _, _, value in entries], [cut for _, cut, _ in entries])
         return {number: own for (number, _, _), own in zip(entries, numbers, strict=True) if own is not None}
@@ -355,9 +347,7 @@ class States:
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
     """Return a state as a tensor that can be summed; None if it is neither a readable tensor nor a number.
-
-    Integers and 8-bit floating-point numbers become float64.
-    """
+    Integers and 8-bit floating-point numbers become float64."""
     if isinstance(value, (bool, int, float)):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     read = readable(value) if isinstance(value, torch.Tensor) else None

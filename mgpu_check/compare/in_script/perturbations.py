@@ -34,10 +34,8 @@ _ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
 
 class Perturbation:
     """Perturbs with signs from its own generator, so that the script's random numbers do not change.
-
     `recorder.install` makes it for a run that is moved by roundoffs. `ScriptRecorder` calls it after each innermost
-    module and before each step.
-    """
+    module and before each step."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)

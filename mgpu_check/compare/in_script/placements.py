@@ -124,9 +124,7 @@ class Placing:
 
     def parts(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> list[list[TracePart]]:
         """Return the parts of each parameter, before it is trained.
-
-        `parameters`: pairs of a parameter and its name if no model contains it.
-        """
+        `parameters`: pairs of a parameter and its name if no model contains it."""
         pieces = [self._parts(parameter, otherwise) for parameter, otherwise in parameters]
         # If values are ambiguous, the neighbours, which are placed by now, may decide.
         for index, (parameter, _) in enumerate(parameters):

@@ -26,16 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mgpu_check.compare import process_watch
-from mgpu_check.compare.in_script import perturbations, script_calls
-from mgpu_check.compare.in_script.models import (
-    Names,
-    described,
-    forward_of,
-    has_state,
-    in_training,
-    narrowed,
-    unwrapped,
-)
+from mgpu_check.compare.in_script import models, perturbations, script_calls
 from mgpu_check.compare.in_script.parameters import NumberedPart, Parameters, States, numbers_of, parameters_of
 from mgpu_check.compare.in_script.perturbations import Perturbation
 from mgpu_check.compare.in_script.placements import Files, Placing, read_placements, read_wholes, write_tensor
@@ -117,11 +108,11 @@ class InputRecorder:
         arguments = inputs_of(args, kwargs)
         computed = any(tensor.grad_fn is not None for tensor in arguments)  # such a tensor is not a sample
         # FullyShardedDataParallel takes the parameters of the modules within it.
-        trains = in_training(module) and (depth > 1 or next(named_parameters(module), None) is not None)
+        trains = models.in_training(module) and (depth > 1 or next(named_parameters(module), None) is not None)
         if computed or not trains:
             return
-        name = type(unwrapped(module)).__name__
-        if any(base.__name__ == "FSDPModule" for base in type(unwrapped(module)).__mro__):
+        name = type(models.unwrapped(module)).__name__
+        if any(base.__name__ == "FSDPModule" for base in type(models.unwrapped(module)).__mro__):
             name = name.removeprefix("FSDP")  # `fully_shard` makes a subclass of this name of the user's class
         hashes = [self._hashes(tensor) for tensor in arguments]
         inputs = Inputs(name, [rows for rows, _ in hashes], [columns for _, columns in hashes])
@@ -148,12 +139,10 @@ _OUTPUT_CALLS = 4096
 
 
 class OutputRecorder:
-    """Sums the outputs of each module until the step of the optimizer.
+    """Sums the outputs of each module until the step of the optimizer. `ScriptRecorder` makes it, chooses modules
+    before a model's first call, and adds each output. A step takes the sums."""
 
-    `ScriptRecorder` makes it, chooses modules before a model's first call, and adds each output. A step takes the sums.
-    """
-
-    def __init__(self, writer: Writer, parameter_names: Names) -> None:
+    def __init__(self, writer: Writer, parameter_names: models.Names) -> None:
         self._writer, self._names = writer, parameter_names
         self._models, self._chosen, self._known = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._count = 0
@@ -169,7 +158,7 @@ class OutputRecorder:
         if model in self._models:
             return
         self._models[model] = True
-        if not has_state(model):
+        if not models.has_state(model):
             return
         outer_first = sorted(named_modules(model), key=lambda named: named[0].count("."))
         self._chosen.update((module, True) for _, module in outer_first[:_MODULES])
@@ -230,12 +219,10 @@ _CALLS = 256  # largest number of recorded calls per step, to bound time and the
 
 class Flow:
     """Records the calls since the last step, with the norms of the gradients after each.
-
     The function `install` makes it for a run of several ranks. Patched reductions and the recorder's `backward` add
-    calls; each step takes them. It records the first `_STEPS` steps only.
-    """
+    calls; each step takes them. It records the first `_STEPS` steps only."""
 
-    def __init__(self, parameter_names: Names, guard: Guard, note: Callable[..., None]) -> None:
+    def __init__(self, parameter_names: models.Names, guard: Guard, note: Callable[..., None]) -> None:
         self._names, self._guard, self._note_event = parameter_names, guard, note
         self._steps = 0
         self._calls: list[tuple[str, dict[int, float]]] = []
@@ -426,7 +413,7 @@ class ScriptRecorder:
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
         self.guard = guard_with(self.broken)
-        self.names = Names()
+        self.names = models.Names()
         self.known = Parameters(writer, self.names)
         self.outputs = OutputRecorder(writer, self.names)
         self.keep: int | None = None
@@ -493,7 +480,7 @@ class ScriptRecorder:
 
     def _enter_outermost(self, module: nn.Module) -> None:
         main = threading.current_thread() is threading.main_thread() and not is_transforming()
-        trains = in_training(module) and not is_capturing()
+        trains = models.in_training(module) and not is_capturing()
         self._here.recorded = main and trains and torch.is_grad_enabled() and not (self.backwards or self.forked())
         if main:
             with torch.no_grad():
@@ -510,7 +497,7 @@ class ScriptRecorder:
             with torch.no_grad():
                 self._inputs.leave(module, self._here.depth, args, kwargs)
         self._here.depth -= 1
-        if "narrow" not in self._told and (narrowing := narrowed(module, output)):
+        if "narrow" not in self._told and (narrowing := models.narrowed(module, output)):
             self._told.add("narrow")
             self.note("narrow", **narrowing)
         if output is None or is_transforming():
@@ -523,19 +510,19 @@ class ScriptRecorder:
         return moved
 
     def _outermost(self, module: nn.Module) -> None:
-        if not has_state(module) or threading.current_thread() is not threading.main_thread():
+        if not models.has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
-        if not (in_training(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
+        if not (models.in_training(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
             return
         before, self._here.drawn = getattr(self._here, "drawn", None), None
         self._calls += 1
         if before is not None and "random" not in self._told and before != script_calls.generators():
             self._told.add("random")
-            self.note("random", **forward_of(module))
+            self.note("random", **models.forward_of(module))
         if (key := f"module {type(module).__name__}") not in self._told:
             self._told.add(key)
-            self.note("module", **(facts := described(module)))
+            self.note("module", **(facts := models.described(module)))
             if facts["replicas"] > 1 and self.world > 1 and not script_calls.in_a_group():
                 self.wait("alone")
 
@@ -589,9 +576,7 @@ class ScriptRecorder:
 
     def _take_gradients(self, optimizer: Any) -> None:
         """Perturb the gradients, and record the first ones of the step.
-
-        Not earlier: the model may not have been called.
-        """
+        Not earlier: the model may not have been called."""
         with torch.no_grad():
             pieces = self.known.parts(optimizer, self.number_of(optimizer))
             if id(optimizer) not in self._optimizers:

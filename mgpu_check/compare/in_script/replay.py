@@ -147,9 +147,7 @@ def _drawn_from(attribute: Any) -> Any:
 
 def fingerprint(dataset: Any, depth: int = _DEPTH) -> str:
     """Return a hash of a dataset: equal for equal data.
-
-    What is too large or cannot be pickled is hashed by its attributes or elements, or left out.
-    """
+    What is too large or cannot be pickled is hashed by its attributes or elements, or left out."""
     attributes, content = getattr(dataset, "__dict__", None), dataset
     if attributes and not isinstance(dataset, (type, *_DATA)):
         content = type(dataset).__name__, _data_of(attributes)
@@ -177,10 +175,8 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 class Points(abc.ABC):
     """Watches a script, for recording and for replaying.
-
     `install` makes one of its two kinds in a process, after the recorder. Patched functions of torch call it. It is
-    active until the first `until` steps are done; a forked child leaves it at once.
-    """
+    active until the first `until` steps are done; a forked child leaves it at once."""
 
     draws: InterceptedDraws
     outside: OutsideData
@@ -494,10 +490,8 @@ class RankRecording(Points):
 
 def epoch_of(loader: Any, world: int) -> dict[str, Any] | None:
     """Return the indices of an epoch of a loader, for an event; None for a loader without indices.
-
     After the last recorded step this changes nothing. Of a large dataset it has every n-th index. An endless sampler
-    has no epoch: the event has the first indices, as many as the share of a rank.
-    """
+    has no epoch: the event has the first indices, as many as the share of a rank."""
     try:
         length = len(loader.dataset)
         stride = -(-length // _LISTED)

@@ -99,10 +99,8 @@ def schema_of(func: Any) -> OperatorSchema:
 
 class Origins:
     """The origins of storages. Data without an origin come from outside.
-
     Each `OutsideData` has one, from the start of the script to the last replayed step. It drops ended storages at each
-    micro-batch.
-    """
+    micro-batch."""
 
     def __init__(self) -> None:
         # A weak reference keeps the address of its storage from being used again: it is the `cdata` of
@@ -163,10 +161,8 @@ Calls = dict[tuple[str, str, bool], list[tuple[float, ...]]]
 
 def follows(own: float, ranks: Sequence[float], world: int, computed: Iterable[float] = ()) -> bool:
     """Return whether a number of one device follows from those of the ranks.
-
     If the ranks agree, it may have the number of ranks as a factor, or its root: the script says so. If they do not, it
-    is their sum or mean, or was computed from known tensors.
-    """
+    is their sum or mean, or was computed from known tensors."""
     if own in computed:
         return True
     head = ranks[0]
@@ -214,10 +210,8 @@ _LARGEST = 2**24  # elements of a sparse tensor
 
 class OutsideData(abc.ABC):
     """Follows the operators of the script.
-
     A `Points` makes it; an `InterceptedDraws` passes each operator to `run`. `end` closes a micro-batch, and is called
-    before each step.
-    """
+    before each step."""
 
     def __init__(self, now: Points) -> None:
         self._now = now
@@ -538,9 +532,7 @@ def _stored(tensor: torch.Tensor) -> Any:
 
 def _agree(own: torch.Tensor, shards: Sequence[torch.Tensor]) -> bool:
     """Return whether the ranks have the tensor of one device, or the beginning of a table.
-
-    The values agree up to rounding, or have the number of ranks as a factor: then the script says so.
-    """
+    The values agree up to rounding, or have the number of ranks as a factor: then the script says so."""
     head = shards[0]
     if own.is_complex() or any(shard.shape == head.shape and not torch.equal(shard, head) for shard in shards):
         return False
@@ -560,9 +552,7 @@ _ALSO = ("aten::random_", "aten::binomial")  # operators that draw, but lack tor
 
 class InterceptedDraws(TorchDispatchMode, abc.ABC):
     """Passes the draws in a graph to `take`, and other operators to `outside`.
-
-    `replay.install` enters it for the whole process, and `Points.after_step` leaves it after the last replayed step.
-    """
+    `replay.install` enters it for the whole process, and `Points.after_step` leaves it after the last replayed step."""
 
     def __init__(self, now: Points, outside: OutsideData) -> None:
         super().__init__()
@@ -623,9 +613,7 @@ class RecordedDraws(InterceptedDraws):
 
 class ReplayedDraws(InterceptedDraws):
     """Gives one device the draws of the ranks, joined along the samples.
-
-    `missing`: called with the operator and the reason for each draw that could not be given.
-    """
+    `missing`: called with the operator and the reason for each draw that could not be given."""
 
     outside: ReplayedData
 

@@ -159,9 +159,7 @@ def _path(file: Any) -> str | None:
 
 class _Calls:
     """The reports of watched calls. Most methods take the result of a call, and its arguments.
-
-    `install` makes it once for a process. The patched functions call it for as long as the process lives.
-    """
+    `install` makes it once for a process. The patched functions call it for as long as the process lives."""
 
     def __init__(self, witness: Witness, world: int) -> None:
         self._witness, self._world = witness, world
@@ -264,9 +262,7 @@ class _Calls:
 
     def make_group(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Watch the default process group: a script that never makes it does not use several ranks.
-
-        A forked child of the script that makes a process group is a rank that the script started itself.
-        """
+        A forked child of the script that makes a process group is a rank that the script started itself."""
         if self._witness.forked():
             self._witness.wait("starts")
         original(*args, **kwargs)
@@ -300,11 +296,8 @@ class _Joined:
 
 
 def install_meshes(note: Note) -> Coordinates:
-    """Record "mesh" for each mesh with named axes, and "subgroup" for each group with a list of ranks.
-
-    Returns:
-        Axis -> (index of this rank, size). "" is the world. The axes of a mesh are added when the script makes it.
-    """
+    """Record "mesh" for each mesh with named axes, and "subgroup" for each group with a list of ranks. Return axis ->
+    (index of this rank, size). "" is the world. The axes of a mesh are added when the script makes it."""
     coordinates: dict[str, tuple[int, int]] = {"": rank_and_world()}
     if not torch.distributed.is_available():
         return coordinates
@@ -348,15 +341,12 @@ def _axes(mesh: Any) -> list[tuple[str, int, int]]:
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
-Places = Mapping[str, tuple[str, int]]
-"""Environment variable -> file and line that set it."""
+Places = Mapping[str, tuple[str, int]]  # environment variable -> file and line that set it
 
 
 def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
     """Redirect the ranks of the whole group to `store`; record "led" if the script set another address.
-
-    `places`: filled while the script sets variables, and read when the script makes the group.
-    """
+    `places`: filled while the script sets variables, and read when the script makes the group."""
     if not torch.distributed.is_available():
         return
     # Imported by name: a function `rendezvous` hides the module (torch/distributed/__init__.py, torch 2.13).

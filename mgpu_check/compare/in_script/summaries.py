@@ -15,8 +15,7 @@ from mgpu_check.numerics.placement import Slice
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, is_distributed, readable
 
-Numbers = list[float | None]
-"""The numbers of a summary in the trace; None for elements that a slice does not have."""
+Numbers = list[float | None]  # the numbers of a summary in the trace; None for elements that a slice does not have
 
 _kept: dict[int, torch.Tensor] = {}
 _factors: list[torch.Tensor] = []
@@ -28,10 +27,8 @@ _MIX = -7046029254386353131  # an odd number whose bits are mixed, that of split
 
 class Cut:
     """A slice of a whole tensor, prepared for summaries.
-
     `slice_`: the slice, in elements of the tensor itself. `pairs`: the tensor is complex, and each of its numbers
-    counts as two elements.
-    """
+    counts as two elements."""
 
     def __init__(self, slice_: Slice, pairs: bool = False) -> None:
         self.part = slice_
@@ -191,9 +188,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def digests(tensor: torch.Tensor | None, dimension: int = 0) -> list[int]:
     """Return a hash of each slice of a tensor on the CPU along a dimension. Equal slices have equal hashes.
-
-    Returns no hash for None, an empty tensor, or a tensor without the dimension.
-    """
+    Returns no hash for None, an empty tensor, or a tensor without the dimension."""
     if tensor is None or tensor.dim() <= dimension or not tensor.numel():
         return []
     batch = tensor.detach().movedim(dimension, 0)
@@ -217,9 +212,7 @@ def _multipliers(count: int) -> torch.Tensor:
 
 def inputs_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments of a model, also in lists, tuples and dicts, in order.
-
-    Entries of dicts are sorted by key, because another process may have built the dict in another order.
-    """
+    Entries of dicts are sorted by key, because another process may have built the dict in another order."""
     tensors: list[torch.Tensor] = []
     for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
         if isinstance(value, torch.Tensor):

@@ -25,8 +25,7 @@ from mgpu_check.processes.tracebacks import is_installed
 from mgpu_check.torch_hooks.nested import leaves, tensors_of, with_tensors
 from mgpu_check.torch_hooks.tensors import plain
 
-STEPS = 2
-"""Optimizer steps that are replayed unless the user says: the first gradient, and the first after an update."""
+STEPS = 2  # optimizer steps that are replayed unless the user says: the first gradient, and the first after an update
 _HEAD = struct.Struct("=QQ")
 _LIMIT = 2**30  # bytes of a rank, to bound the space of large batches
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -42,10 +41,8 @@ _DIRECTORY = os.getcwd()  # when the run starts: the script may change it
 
 class Tape:
     """Writes the items of a rank to a file descriptor, up to a limit.
-
     `replay.install` makes it in the process of a rank; a `RankRecording` and its parts write to it, until its limit or
-    the last recorded step. The runner reads the file afterwards.
-    """
+    the last recorded step. The runner reads the file afterwards."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._size = fd, 0
@@ -79,9 +76,7 @@ class Unstored(NamedTuple):
 
 class Tapes:
     """The items of all ranks, each read when it is needed, from a file that `write_joint` has written.
-
-    `replay.install` makes it in the run on one device, whose `RankReplaying` takes one item of each rank in turn.
-    """
+    `replay.install` makes it in the run on one device, whose `RankReplaying` takes one item of each rank in turn."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -201,9 +196,7 @@ def place(of_a_loop: bool = False) -> str:
 @functools.cache
 def _is_users(file: str) -> bool:
     """Return whether a file is neither installed nor the start of an installed program.
-
-    The directories above that of the run do not count: a project may be in a directory named "torch".
-    """
+    The directories above that of the run do not count: a project may be in a directory named "torch"."""
     return os.path.dirname(file) != os.path.dirname(sys.executable) and not is_installed("/" + _within_run(file))
 
 

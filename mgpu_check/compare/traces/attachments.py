@@ -29,10 +29,8 @@ _VARIABLES = ("CUBLAS_", "CUDNN_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTO
 
 def install(recorder: ScriptRecorder, fd: int) -> None:
     """Keep what the request in the file `fd` asks for.
-
     The request has "bytes", the most bytes of values that this process keeps, and "root", a directory: modules that are
-    imported from it are recorded.
-    """
+    imported from it are recorded."""
     request = json.loads(os.pread(fd, os.fstat(fd).st_size, 0).partition(b"\n")[0])
     os.lseek(fd, 0, os.SEEK_END)
     keeper = _Keeper(recorder, fd, request["bytes"], request["root"], is_first_rank=os.environ["RANK"] == "0")
@@ -41,9 +39,7 @@ def install(recorder: ScriptRecorder, fd: int) -> None:
 
 class _Keeper:
     """Writes values of parameters and gradients after each step, until its budget of bytes is spent.
-
-    `install` makes it in a process whose run is written to a trace file; torch calls `after_step` after each step.
-    """
+    `install` makes it in a process whose run is written to a trace file; torch calls `after_step` after each step."""
 
     def __init__(self, recorder: ScriptRecorder, fd: int, budget: int, root: str, is_first_rank: bool) -> None:
         self._recorder, self._fd, self._left, self._root, self._first = recorder, fd, budget, root, is_first_rank
@@ -74,9 +70,7 @@ class _Keeper:
 
     def _plan(self, optimizer: Any) -> tuple[int, set[int]]:
         """Return the number of steps whose values are kept, and the ids of the parameters.
-
-        A DTensor is gathered by all of its ranks, so the plan depends only on sizes that they share.
-        """
+        A DTensor is gathered by all of its ranks, so the plan depends only on sizes that they share."""
         parameters = parameters_of(optimizer)
         sharded = [parameter for parameter in parameters if is_distributed(parameter)]
         counted = sharded or parameters

@@ -53,10 +53,8 @@ class RecordedRun(PlacedParts):
 
 
 def whole(traces: Sequence[Trace], reference: Trace | None = None) -> Assembly:
-    """Assemble the tensors of ranks.
-
-    `reference`: the run on one device that placed the slices; None: only slices that describe themselves are assembled.
-    """
+    """Assemble the tensors of ranks. `reference`: the run on one device that placed the slices; None: only slices that
+    describe themselves are assembled."""
     return assembled(_outline(traces) if reference is None else reference, traces)
 
 
@@ -109,10 +107,8 @@ def renamed(trace: Trace, new_names: Mapping[str, str]) -> Trace:
 
 def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> Trace:
     """Return the trace of a run as if one device had made it, with the tensors of the first rank that holds each.
-
     `divided`: ranks hold parts of the model, so several ranks may see the same samples. `but`: parameters, states and
-    buffers to leave out.
-    """
+    buffers to leave out."""
     joint = Trace(0, 1, events=ranks[0].events)
     for trace in ranks:
         joint.modules |= trace.modules
@@ -164,8 +160,7 @@ def _merged_step(steps: Sequence[Step], first_stages: Sequence[Step], divided: b
 
 
 FORMAT = "mgpu-check run"
-VERSION = 2
-"""Raised whenever a number changes its meaning: version 1 had the bits of each element in its own dtype."""
+VERSION = 2  # raised whenever a number changes its meaning: version 1 had the bits of each element in its own dtype
 _HEAD, _STEPS, _MOVED, _VALUES = "trace.json", "steps.jsonl", "rounding.jsonl", "values.safetensors"
 _OF_ENTRIES = ("name", "shape", "dtype", "device", "order", "sharded", "over")
 
@@ -373,8 +368,7 @@ def _add_step(line: Mapping[str, Any], traces: Mapping[int, Trace], options: Map
 
 
 INSTALL = "pip install 'mgpu-check[trace]'"
-VALUES_OF_COMPARISON = 2**26
-"""Most bytes of values that a comparison of two runs keeps of each, in memory."""
+VALUES_OF_COMPARISON = 2**26  # most bytes of values that a comparison of two runs keeps of each, in memory
 
 
 def installed() -> bool:

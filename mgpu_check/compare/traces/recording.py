@@ -42,12 +42,8 @@ _UNPLACED = (
 
 
 class NotRecorded(Exception):
-    """A run has no trace.
-
-    Attributes:
-        report: the reason; its headline begins with the kind of the verdict.
-        failed: the script failed or hung.
-    """
+    """A run has no trace, for the reason in `report`, whose headline begins with the kind of the verdict.
+    If it `failed`, the script failed or hung."""
 
     def __init__(self, report: Report, failed: bool) -> None:
         super().__init__(report.headline)
@@ -59,10 +55,8 @@ class NotRecorded(Exception):
 
     def verdict(self, subject: str = "", *, beside: bool) -> ComparisonVerdict:
         """Return the verdict on a comparison that ends here.
-
         `subject`: what the headline is about. `beside`: the run that it is compared with has a trace, so a script that
-        fails has failed on one side only.
-        """
+        fails has failed on one side only."""
         outcome: Kind = "differs" if beside and self.failed else "not comparable"
         return ComparisonVerdict(outcome, self.told(outcome, subject))
 
@@ -237,9 +231,7 @@ def _placed(recording: RunRecording, tell: Tell, source: UndividedRun, undo: con
 
 def _not_repeated(ranks: Sequence[Trace], repeated: Sequence[Trace]) -> str | None:
     """Describe how a run that is moved by roundoffs differs in its inputs; None if it does not.
-
-    Later stages of a pipeline receive activations, which are moved, so the samples of one rank suffice.
-    """
+    Later stages of a pipeline receive activations, which are moved, so the samples of one rank suffice."""
     twice = f"not repeatable: run twice on {f'{len(ranks)} ranks' if len(ranks) > 1 else 'one device'}"
     pairs = list(zip(ranks, repeated, strict=True))
     for original, repetition in pairs:

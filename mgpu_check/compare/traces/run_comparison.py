@@ -61,9 +61,7 @@ def compare_runs(
     baseline: RecordedRun, candidate: RecordedRun, unjudged: Mapping[str, str] = MappingProxyType({})
 ) -> RunComparison:
     """Judge `candidate` against `baseline`.
-
-    `unjudged`: pattern of parameters that need not be compared -> the reason.
-    """
+    `unjudged`: pattern of parameters that need not be compared -> the reason."""
     disputed = disagreeing(baseline.ranks)
     ranks, others = baseline.ranks, candidate.ranks
     moved = {"one": baseline.moved, "other": candidate.moved}
@@ -176,9 +174,7 @@ def _first_bits(aligned: Aligned) -> _FirstBits | None:
 
 def _unmeasured(difference: FirstDifference) -> ComparisonVerdict:
     """Judge a first difference if rounding was not measured.
-
-    As in a run that is repeated, a difference in the upper half of the digits is not rounding.
-    """
+    As in a run that is repeated, a difference in the upper half of the digits is not rounding."""
     verdict = _differing(difference)
     main = difference.main
     if main is None or not main.worst.size <= math.sqrt(roundoff(difference.aligned.parameter(main.name).dtype)):

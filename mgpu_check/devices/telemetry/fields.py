@@ -116,9 +116,7 @@ def peer_of(name: str) -> int | None:
 
 def field_of(name: str) -> Field:
     """Return the table entry of `name`, which may be the full name of a pair field.
-
-    Raises `KeyError`: an unknown field.
-    """
+    Raises `KeyError`: an unknown field."""
     return FIELDS[name if peer_of(name) is None else name.rpartition("_")[0]]
 
 

@@ -57,9 +57,7 @@ _TYPES = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal
 
 def known(nvml: Any, otherwise: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of `ask`, or `otherwise` if the library reports that the queried item does not exist.
-
-    Raises `NVMLError`: any other error.
-    """
+    Raises `NVMLError`: any other error."""
     try:
         return ask(*arguments)
     except nvml.NVMLError as error:
@@ -459,10 +457,8 @@ _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-f
 
 
 def past_xids() -> dict[tuple[str, int], int] | None:
-    """Return how often each Xid is in the kernel log, by PCI bus id and number; None if no log can be read.
-
-    The ring buffer of the kernel is preferred: it begins with the boot. Log files are older, and may be kept for root.
-    """
+    """Return how often each Xid is in the kernel log, by PCI bus id and number; None if no log can be read. The ring
+    buffer of the kernel is preferred: it begins with the boot. Log files are older, and may be kept for root."""
     lines = _ring(_KMSG)
     if lines is None:
         lines = next((tail for path in _FILES if (tail := _end_of(path)) is not None), None)

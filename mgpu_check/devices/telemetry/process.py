@@ -36,8 +36,7 @@ from mgpu_check.devices.telemetry.sources import (
     watch,
 )
 
-NOTE = 64
-"""Bytes per thread to note its current query; the first slot is for calls without a GPU."""
+NOTE = 64  # bytes per thread to note its current query; the first slot is for calls without a GPU
 
 _EVENTS = 0.5  # seconds per wait for events
 
@@ -192,9 +191,7 @@ def _tell_events(source: Source, output: _Output) -> None:
 
 def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None) -> Source:
     """Open the telemetry source of this machine: `simulated`, or NVML if it is None.
-
-    Raises `NoTelemetry`: no telemetry on this machine.
-    """
+    Raises `NoTelemetry`: no telemetry on this machine."""
     if simulated is None:
         from mgpu_check.devices.telemetry.nvml import NvmlSource
 

@@ -26,8 +26,7 @@ from mgpu_check.devices.telemetry.fields import Kind, Value, field_of, number_of
 from mgpu_check.devices.telemetry.process import NOTE
 from mgpu_check.devices.telemetry.sources import PATIENCE, SimulatedTelemetry
 
-Values = Mapping[str, Value | None]
-"""By field name; None where the GPU or its driver does not support the field."""
+Values = Mapping[str, Value | None]  # by field name; None where the GPU or its driver does not support the field
 
 TroubleKind = Literal["hang", "blocked", "error", "lost", "xid", "sampler"]
 """Hang: a query does not return. Blocked: a query does not return, but an earlier one hung and may hold the driver.
@@ -99,8 +98,7 @@ class Trouble:
     code: int | None = None  # number of an Xid, or of an error of the driver's library
 
 
-MOST = 4096
-"""Samples kept per GPU."""
+MOST = 4096  # samples kept per GPU
 
 
 class History:
@@ -216,8 +214,7 @@ class TelemetrySampler:
             self._answers[number] = {}
             self._send([number, full])
             self._changed.wait_for(lambda: self._is_complete(number), timeout)
-            answers = self._answers.pop(number)
-            return self._snapshot(answers, timeout)
+            return self._snapshot(self._answers.pop(number), timeout)
 
     def now(self) -> float:
         """Return the seconds since the start of the run."""

@@ -25,15 +25,11 @@ class Unsupported(Exception):
 
 
 class QueryError(Exception):
-    """A query of a supported field failed.
-
-    Attributes:
-        code: error code of the driver's library.
-    """
+    """A query of a supported field failed."""
 
     def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)
-        self.code = code
+        self.code = code  # error code of the driver's library
 
 
 class GpuLost(QueryError):
@@ -51,27 +47,21 @@ class XidEvent:
 class Source(Protocol):
     """A source of telemetry. Several threads query it at once, each for one GPU."""
 
-    unmatched: dict[int, str]
-    """GPUs of the run that this source cannot find, and the reason."""
+    unmatched: dict[int, str]  # GPUs of the run that this source cannot find, and the reason
 
     def query(self, gpu: int, field: str) -> Value:
         """Return the value of a field.
-
-        Raises `Unsupported`: the field is not available. `QueryError`: the query failed. `GpuLost`: the GPU is gone.
-        """
+        Raises `Unsupported`: the field is not available. `QueryError`: the query failed. `GpuLost`: the GPU is gone."""
 
     def events(self, seconds: float) -> Sequence[XidEvent]:
         """Wait at most `seconds` for events, and return them.
-
-        Raises `Unsupported`: this source reports no events. `QueryError`: waiting failed.
-        """
+        Raises `Unsupported`: this source reports no events. `QueryError`: waiting failed."""
 
     def close(self) -> None:
         """Release the driver."""
 
 
-PATIENCE = 3
-"""Factor on the deadline of a call without a GPU: initializing the driver's library may wake all GPUs."""
+PATIENCE = 3  # factor on the deadline of a call without a GPU: initializing the driver's library may wake all GPUs
 
 _TICKS = 20  # per deadline: measures it to within 5 %
 
@@ -110,9 +100,7 @@ class Turnstile:
 
     def tick(self) -> tuple[Query, Literal["hang", "blocked"]] | None:
         """Count one more tick of the current query.
-
-        Return it when it exceeds its deadline, with the kind of trouble.
-        """
+        Return it when it exceeds its deadline, with the kind of trouble."""
         with self._changed:
             query = self._holder
             if query is None or query.hung:

@@ -42,10 +42,8 @@ def open_store(address: str, size: int) -> Any:
 
 def share_gloo_device() -> None:
     """Make the gloo groups of this process share one device of gloo, unless a program chooses the devices itself.
-
     By default each group has a device of its own, whose thread wakes up 100 times a second as long as the group lives.
-    A test whose cases build meshes has hundreds of groups at its end.
-    """
+    A test whose cases build meshes has hundreds of groups at its end."""
     gloo: Any = getattr(torch._C._distributed_c10d, "ProcessGroupGloo", None)
     if not all(hasattr(gloo, name) for name in ("create_default_device", "_Options")):
         return
@@ -219,9 +217,7 @@ def _with_contexts() -> list[int]:
 
 class BackingDevice(_WithDriver):
     """The device that computes for a simulated node.
-
-    Create it before the node is entered, which replaces CUDA functions.
-    """
+    Create it before the node is entered, which replaces CUDA functions."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -245,9 +241,7 @@ class BackingDevice(_WithDriver):
 
 class SimulatedDevices(Devices):
     """The devices of a simulated node, and the device that computes for them, if any.
-
-    A simulated stream is busy while it sleeps. Streams of an earlier call are replaced.
-    """
+    A simulated stream is busy while it sleeps. Streams of an earlier call are replaced."""
 
     def __init__(self, backing: BackingDevice | None) -> None:
         # Imported here, because real ranks do not need the simulator.

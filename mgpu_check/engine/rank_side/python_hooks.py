@@ -145,9 +145,7 @@ def note_names(directory: str) -> None:
 
 def _pass_over_attached() -> None:
     """Keep Python from noting shared memory that is only attached, whose owner would lose it when this process ends.
-
-    Python notes both (python/cpython#82300). Its remedy, ``track=False`` since 3.13, is for callers to choose.
-    """
+    Python notes both (python/cpython#82300). Its remedy, ``track=False`` since 3.13, is for callers to choose."""
     original = shared_memory.SharedMemory.__init__
     created: set[str] = set()
 
@@ -177,10 +175,8 @@ def coverage_here() -> str | None:
 
 class Measuring:
     """Coverage of one rank.
-
     `at_rest`: registers a function to call at the end of each test. The data is written then, because a signal may end
-    the rank at any later time.
-    """
+    the rank at any later time."""
 
     def __init__(self, at_rest: Callable[[Callable[[], None]], None]) -> None:
         self._at_rest = at_rest

@@ -80,9 +80,7 @@ _FORM = re.compile(r"[\w.]+:\w+")
 
 class NamedFunction:
     """Stands for the function ``module:name``, which each rank imports when it is called.
-
-    If it has a parameter ``rank``, it receives the `Rank`.
-    """
+    If it has a parameter ``rank``, it receives the `Rank`."""
 
     def __init__(self, text: str) -> None:
         if not _FORM.fullmatch(text):

@@ -118,9 +118,7 @@ def _restore(logger: logging.Logger, state: _LoggerState) -> None:
 
 class Loggers:
     """The states of the root logger and of loggers with at most two name parts, such as "torch.distributed".
-
-    Most deeper loggers inherit from these. There are hundreds of them, too many to check after each test.
-    """
+    Most deeper loggers inherit from these. There are hundreds of them, too many to check after each test."""
 
     def __init__(self) -> None:
         table = logging.root.manager.loggerDict
@@ -163,9 +161,7 @@ def open_files() -> dict[int, tuple[int, int]]:
 
 def left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]], ports: range) -> list[str]:
     """Return the files, locks and addresses that a test left open, which could block the next test.
-
-    `ports`: ports that do not count, because the kernel chose them for a library.
-    """
+    `ports`: ports that do not count, because the kernel chose them for a library."""
     addresses: set[str | None] = set()
     for number, identity in now.items():
         if before.get(number) != identity:
@@ -336,10 +332,8 @@ def _default_device() -> torch.device | None:
 
 class FreshState:
     """The state of torch and of the process in a fresh rank.
-
-    `Worker` records it once, when the process group is there. It restores torch before each call, and everything at
-    the end of each test, where `left_behind` names what only a new process could undo.
-    """
+    `Worker` records it once, when the process group is there. It restores torch before each call, and everything at the
+    end of each test, where `left_behind` names what only a new process could undo."""
 
     def __init__(self, device: int | None, simulated: bool) -> None:
         self.device, self.simulated = device, simulated
@@ -424,9 +418,7 @@ def _variables_of_c() -> dict[bytes, bytes]:
 
 def _still_running(threads: Iterable[threading.Thread]) -> list[str]:
     """Wait a moment for threads to end, and return the names of the threads that still run.
-
-    The thread of a queue, for example, ends shortly after the last use of the queue.
-    """
+    The thread of a queue, for example, ends shortly after the last use of the queue."""
     deadline = Clock.now() + _MOMENT
     running = []
     for thread in threads:
@@ -456,10 +448,8 @@ def _destroy_extra_groups() -> None:
 
 class Steps:
     """Counts the operations of the default group from now on: collectives, and with gloo sends and receives, too.
-
     CPU tensors and tensors on devices may have separate backends with separate counts. A common backend counts for CPU
-    tensors.
-    """
+    tensors."""
 
     def __init__(self) -> None:
         self._group = _world()

@@ -24,15 +24,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from mgpu_check.engine.rank_side import python_hooks
-from mgpu_check.engine.rank_side.devices import (
-    check_visible,
-    devices_behind,
-    has_nccl,
-    open_store,
-    share_gloo_device,
-    take,
-)
+from mgpu_check.engine.rank_side import devices, python_hooks
 from mgpu_check.engine.rank_side.python_hooks import note_names
 from mgpu_check.engine.rank_side.rank import Rank, become, current_rank
 from mgpu_check.engine.rank_side.state import FreshState, Steps, backends_of, groups_made, number_of
@@ -101,10 +93,8 @@ def main(connection_fd: int, log_fd: int, stacks_fd: int, record_fd: int, direct
 
 def _write_stacks_to(fd: int) -> None:
     """Write the stacks of all threads to `fd` on `STACKS_SIGNAL`, and when a fatal signal ends the process.
-
     The handlers are C functions, because a Python handler does not run while the main thread waits in a collective.
-    They replace handlers of a test.
-    """
+    They replace handlers of a test."""
     faulthandler.cancel_dump_traceback_later()
     faulthandler.disable()
     faulthandler.enable(file=fd, all_threads=True)
@@ -115,10 +105,8 @@ def _write_stacks_to(fd: int) -> None:
 
 class Worker:
     """The state and the message loop of one process of the pool.
-
     `main` makes one from the first message, and it joins the process group. `loop` answers the pytest process: calls,
-    and a request at the end of each test. It ends when the connection closes.
-    """
+    and a request at the end of each test. It ends when the connection closes."""
 
     def __init__(self, connection: RankEnd, spec: channel.RankSpec, stacks_fd: int, directory: str) -> None:
         self.connection, self.stacks_fd = connection, stacks_fd
@@ -130,7 +118,7 @@ class Worker:
         self.fresh = False  # True while no call has run since the state was restored
         self.entered = 0  # number of collectives, sends and receives when the last call returned
         self.outcome: channel.Outcome | None = None
-        self.devices = devices_behind(spec.simulate)
+        self.devices = devices.devices_behind(spec.simulate)
         self.nccl = False
         self.own = channel.CallContext(tuple(sys.path), os.getcwd(), dict(os.environ))
         self.own_environment = {**spec.own_environment, MARK: directory}
@@ -146,7 +134,7 @@ class Worker:
             self.node = simulated_node(spec.devices, spec.simulate)  # a reference, because the simulation ends with it
             self.node.__enter__()
             torch.cuda.init()  # as on real devices, `CUDA_VISIBLE_DEVICES` has no effect from here on
-        check_visible(spec.uuids)
+        devices.check_visible(spec.uuids)
         if spec.index is not None:
             if not spec.bare:
                 self.make_group(spec.index)
@@ -160,20 +148,20 @@ class Worker:
     def make_group(self, index: int) -> None:
         spec = self.spec
         if spec.simulate is None:
-            take(spec.device)
+            devices.take(spec.device)
         else:
             torch.cuda.set_device(spec.device)
-        share_gloo_device()
+        devices.share_gloo_device()
         dist.init_process_group(
             # Named explicitly: since torch 2.6 the default is the accelerator's backend only, with none for CPU
             # tensors (pytorch/pytorch#142216).
             backend=spec.backend or _BACKENDS,
-            store=open_store(spec.store, spec.size),
+            store=devices.open_store(spec.store, spec.size),
             rank=index,
             world_size=spec.size,
             timeout=datetime.timedelta(seconds=spec.group_timeout),
         )
-        self.nccl = spec.simulate is None and spec.size > 1 and has_nccl()
+        self.nccl = spec.simulate is None and spec.size > 1 and devices.has_nccl()
         if self.nccl:
             # NCCL creates its communicator in the first collective, which takes seconds and needs all ranks.
             dist.barrier(device_ids=[spec.device])

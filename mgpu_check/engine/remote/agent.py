@@ -42,9 +42,7 @@ class Refused(Exception):
 
 def connect(driver: Announced, attempts: int = 1) -> socket.socket:
     """Connect to `driver`, and authenticate both sides.
-
-    Raises `OSError`: the driver is gone. Raises `Stranger`: another process has its address.
-    """
+    Raises `OSError`: the driver is gone. Raises `Stranger`: another process has its address."""
     connection = socket.create_connection((driver.address, driver.port), _CONNECT_TIMEOUT)
     try:
         present(connection, driver.key, _PROOF_TIMEOUT)
@@ -61,10 +59,8 @@ def connect(driver: Announced, attempts: int = 1) -> socket.socket:
 
 class JoinedRun:
     """The run from the view of one agent.
-
     `main` makes one, which connects to the launcher's store. Rank 0 also starts the driver, unless the driver of an
-    earlier attempt still runs. `join` finds the driver, and `note_end` writes the result for late agents.
-    """
+    earlier attempt still runs. `join` finds the driver, and `note_end` writes the result for late agents."""
 
     def __init__(self, launched: LaunchedProcess, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
         self.process: subprocess.Popen[bytes] | None = None  # the driver's, if this agent has started it
@@ -191,10 +187,8 @@ def main(
     key: Callable[[], Key | None],
 ) -> int:
     """Run the agent of the process `launched` until the run is over, and return its exit code.
-
     `arguments`: command line of the driver, which the agent of rank 0 starts. `timeout`: seconds to wait for a driver.
-    `key`: returns the user's key, None with --trust-network; raises `UnusableKey`.
-    """
+    `key`: returns the user's key, None with --trust-network; raises `UnusableKey`."""
     parent = os.getppid()
     if launched.launcher == "torchrun":
         child_processes.end_with_parent()
@@ -247,10 +241,8 @@ class _Left(Exception):
 
 class Agent:
     """Runs the processes of this host for the driver that it has joined.
-
     `main` makes one in a launched process, once it has a connection to the driver. `serve` forks and kills ranks as the
-    driver asks, and returns when the run is over, the driver is lost, or the launcher ends this process.
-    """
+    driver asks, and returns when the run is over, the driver is lost, or the launcher ends this process."""
 
     def __init__(
         self, connection: socket.socket, launcher: LocalLauncher, launched: LaunchedProcess, driver: Announced
@@ -334,9 +326,7 @@ class Agent:
 
     def left(self) -> int | None:
         """End because the launcher asked for it; rank 0 of a final attempt waits for the driver's result first.
-
-        Returns the exit code of the run, None if the driver ended without a result. Other agents raise `SystemExit`.
-        """
+        Returns the exit code of the run, None if the driver ended without a result. Other agents raise `SystemExit`."""
         with contextlib.suppress(OSError):
             self.say(event="leaving")
         self.launcher.close()

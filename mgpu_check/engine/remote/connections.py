@@ -37,10 +37,8 @@ _UNANSWERED_MS = 35_000  # the same time for unacknowledged data
 
 def tune(connection: socket.socket, control: bool) -> None:
     """Disable send delays, and detect when the other host has disappeared without closing the connection.
-
     `control`: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be stopped
-    for longer than that timeout.
-    """
+    for longer than that timeout."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _TCP_OPTIONS.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -87,8 +85,7 @@ class AgentGone(Exception):
     """The agent that should have answered is lost."""
 
 
-AgentProcess = tuple[int, socket.socket]
-"""A new process of an agent: its id on that host, and the connection to it."""
+AgentProcess = tuple[int, socket.socket]  # a new process of an agent: its id on that host, and the connection to it
 
 
 @dataclass
@@ -155,9 +152,7 @@ class _Guest:
 
 class Listener:
     """Accepts and authenticates connections, and hands over the authenticated ones with their first line.
-
-    Nothing here blocks. From an unauthenticated peer it reads no more bytes than a proof has.
-    """
+    Nothing here blocks. From an unauthenticated peer it reads no more bytes than a proof has."""
 
     def __init__(
         self,
@@ -168,10 +163,8 @@ class Listener:
         refuse: Callable[[str], None],
     ) -> None:
         """Register with `selector`, whose owner must call the data of each ready key.
-
         `admit`: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if the
-        message is invalid. `refuse`: receives the address of a peer with another key.
-        """
+        message is invalid. `refuse`: receives the address of a peer with another key."""
         listener.setblocking(False)
         self._listener, self._key, self._selector, self._admit = listener, key, selector, admit
         self._refuse = refuse
@@ -267,10 +260,8 @@ _LEFT = "was ended by its launcher"
 
 class Connections:
     """The agents that have joined, by rank.
-
     `driver.take_over` makes one and starts its thread, which admits agents and receives from them until the run ends.
-    `AgentLauncher` and `RemoteProcess` send through it from the main thread. `Driver` calls `finish` at the end.
-    """
+    `AgentLauncher` and `RemoteProcess` send through it from the main thread. `Driver` calls `finish` at the end."""
 
     def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
         self.size = size

@@ -227,10 +227,8 @@ def endpoint(address: object) -> bytes:
 
 def verify(key: Key, listens_at: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
     """Authenticate on the listening side, as a generator, so that one thread can serve many connections.
-
     Yields the bytes to send and the size of the expected answer; returns the last bytes to send. `key`: of the run.
-    `listens_at`: `endpoint` of the connection's own address. Raises `WrongKey`: the peer does not have the key.
-    """
+    `listens_at`: `endpoint` of the connection's own address. Raises `WrongKey`: the peer does not have the key."""
     mine = secrets.token_bytes(_NONCE)
     answer = yield _GREETING + mine, _NONCE + _PROOF
     theirs, proof = answer[:_NONCE], answer[_NONCE:]

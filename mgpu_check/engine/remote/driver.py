@@ -165,10 +165,8 @@ class AgentLauncher(Launcher):
         self, connections: Connections, run: str, versions: Mapping[str, str], environment: Mapping[str, str]
     ) -> None:
         """Create the launcher without waiting for agents.
-
         `run`: prefix of this run's keys in the store. `versions`: name -> version on this host, for the software that
-        must be the same on all hosts.
-        """
+        must be the same on all hosts."""
         self.hosts: list[RemoteHost] = []
         self.connections = connections
         self._store = ""
@@ -201,9 +199,7 @@ class AgentLauncher(Launcher):
 
     def place(self, each: int) -> list[Slot]:
         """Give each agent a number of slots, and return all slots in the order of hosts.
-
-        Neighbours are in different agents of their host, so that they have different hash seeds.
-        """
+        Neighbours are in different agents of their host, so that they have different hash seeds."""
         self._rank_at = {
             Slot(index, device): host.ranks[device % len(host.ranks)]
             for index, host in enumerate(self.hosts)
@@ -339,9 +335,7 @@ def start_driver(
     launched: LaunchedProcess, listener: socket.socket, key: Key, trusting: str | None, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     """Start the driver in its own session, so that it survives when torchrun kills this process's group.
-
-    See torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py, close, torch 2.13.
-    """
+    See torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py, close, torch 2.13."""
     read, write = os.pipe()
     # The driver watches torchrun and not this process, because torchrun may restart this process.
     parent = os.pidfd_open(os.getppid()) if launched.launcher == "torchrun" else None
@@ -386,10 +380,8 @@ def _command_of(launched: LaunchedProcess) -> list[str]:
 @dataclass
 class Driver:
     """The pytest process as driver of a launched run.
-
     `take_over` makes one, in the process that the agent of rank 0 has started. The run asks it for a launcher. At the
-    end of its context it sends the exit code to all agents.
-    """
+    end of its context it sends the exit code to all agents."""
 
     size: int  # number of launched ranks
     connections: Connections

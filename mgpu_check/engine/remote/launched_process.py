@@ -52,9 +52,7 @@ class LaunchedProcess:
     @property
     def identity(self) -> str:
         """The name of this run: launcher, the launcher's name for the run, port and size.
-
-        It distinguishes the run from other runs of the user. All processes derive the same name locally.
-        """
+        It distinguishes the run from other runs of the user. All processes derive the same name locally."""
         return f"{self.launcher} {self.run} {self.port} {self.size}"
 
 
@@ -164,10 +162,8 @@ def _leads(launched: LaunchedProcess) -> bool:
 
 
 def leave(code: int, launched: LaunchedProcess, environment: Mapping[str, str]) -> None:
-    """Write the exit code to torchrun's error file, for torchrun's report and for restarted processes.
-
-    The form is that of torch/distributed/elastic/multiprocessing/errors/error_handler.py, record_exception, torch 2.13.
-    """
+    """Write the exit code to torchrun's error file, for torchrun's report and for restarted processes. The form is that
+    of torch/distributed/elastic/multiprocessing/errors/error_handler.py, record_exception, torch 2.13."""
     name = environment.get(_VARIABLE)
     if name is None or not _leads(launched):
         return

@@ -60,9 +60,7 @@ def is_loopback(host: str) -> bool:
 
 def listener_for(launched: LaunchedProcess, rendezvous: str = "") -> tuple[socket.socket, str]:
     """Open a socket for the driver on a free port; return the socket and the address that all agents can reach.
-
-    `rendezvous`: the host of the launcher's own rendezvous; empty if unknown.
-    """
+    `rendezvous`: the host of the launcher's own rendezvous; empty if unknown."""
     if launched.alone or is_loopback(launched.address) or is_loopback(rendezvous):
         addresses = [host for host in (launched.address, rendezvous) if _number(host) is not None and is_loopback(host)]
         for host in (*addresses, *_LOOPBACKS):
@@ -145,10 +143,8 @@ class End:
 
 class Meeting:
     """The entries of the store that announce the driver and its end. Imports torch.
-
     Each agent makes one before it has a driver. Rank 0 makes the store, too, if the launcher has none; that store ends
-    with its agent.
-    """
+    with its agent."""
 
     def __init__(self, launched: LaunchedProcess, timeout: float, key: Key | None) -> None:
         from torch._C._distributed_c10d import PrefixStore, TCPStore

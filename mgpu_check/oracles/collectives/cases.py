@@ -61,39 +61,28 @@ def form_of(transfer: str) -> str:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call of a collective, equal on all members of its group.
+    """One call of a collective, equal on all members of its group."""
 
-    Attributes:
-        function: a name in `FUNCTIONS`.
-        elements: number of elements in one rank's part of the result; None for the number that `values` has.
-        values: the inputs of the ranks. For reductions: "exact" has the same result in every order; "extremes" pairs
-            all limits of the dtype, from each rank; "borders" is both of these; "special" pairs NaN, infinities, zeros
-            of both signs and subnormals; "random" uses all bits. For copies: "bits" has arbitrary bits.
-        place: "device" or "cpu".
-        members: ranks of the group, in its order; empty for all ranks.
-        root: position in the group of the rank that sends or receives.
-        root_by: "global" or "group": the numbering in which the call names the root.
-        asynchronous: whether the call returns a work that is waited for later.
-        layout: "dense" is a vector; "scalar" has no dimensions; in "in place" the input is a part of the output, or
-            vice versa; in "stacked" the tensor of all parts has a dimension for the ranks; "uneven" has parts of
-            different sizes; "matrix"; "channels_last"; "transposed" has no gaps; "gaps" has. A backend may refuse the
-            last two.
-        coalesced: whether the call is made in a coalescing manager, which the functions `COALESCED` allow.
-    """
-
-    function: str
+    function: str  # a name in `FUNCTIONS`
     dtype: str
+    # number of elements in one rank's part of the result; None for the number that `values` has
     elements: int | None = None
     op: str = "SUM"
+    # the inputs of the ranks. For reductions: "exact" has the same result in every order; "extremes" pairs all limits
+    # of the dtype, from each rank; "borders" is both of these; "special" pairs NaN, infinities, zeros of both signs and
+    # subnormals; "random" uses all bits. For copies: "bits" has arbitrary bits.
     values: str = "exact"
-    place: str = "device"
-    members: tuple[int, ...] = ()
-    root: int = 0
-    root_by: str = "global"
-    asynchronous: bool = False
+    place: str = "device"  # "device" or "cpu"
+    members: tuple[int, ...] = ()  # ranks of the group, in its order; empty for all ranks
+    root: int = 0  # position in the group of the rank that sends or receives
+    root_by: str = "global"  # "global" or "group": the numbering in which the call names the root
+    asynchronous: bool = False  # whether the call returns a work that is waited for later
+    # "dense" is a vector; "scalar" has no dimensions; in "in place" the input is a part of the output, or vice versa;
+    # in "stacked" the tensor of all parts has a dimension for the ranks; "uneven" has parts of different sizes;
+    # "matrix"; "channels_last"; "transposed" has no gaps; "gaps" has. A backend may refuse the last two.
     layout: str = "dense"
     seed: int = 0
-    coalesced: bool = False
+    coalesced: bool = False  # whether the call is made in a coalescing manager, which the functions `COALESCED` allow
 
     def __str__(self) -> str:
         phrases = [f"{self.function} {self.op}" if self.function in REDUCING else self.function, self.dtype]
@@ -174,19 +163,15 @@ def _no_device_takes(call: CollectiveCall) -> str | None:
 
 @dataclass(frozen=True)
 class Message:
-    """A point-to-point message.
+    """A point-to-point message."""
 
-    Attributes:
-        source, target: ranks of the world; source -1 for any.
-        number: of the message; determines its content.
-    """
-
+    # source, target: ranks of the world; source -1 for any
     source: int
     target: int
     tag: int
     dtype: str
     elements: int
-    number: int
+    number: int  # of the message; determines its content
 
     def between_ranks(self, size: int) -> Message:
         """Return the message with its ranks modulo the world size; it goes to the next rank if they are one."""
@@ -204,9 +189,8 @@ def messages_between(
 ) -> list[Message]:
     """Return messages between all pairs of ranks: two in each direction, of any dtype, with 0 to 65,537 elements.
 
-    Args:
-        alike: whether the two messages of a direction have the same dtype and size, and differ only by their tags.
-        own: whether each rank also sends messages to itself, which NCCL takes in batches.
+    If `alike`, the two messages of a direction have the same dtype and size, and differ only by their tags. With `own`
+    each rank also sends messages to itself, which NCCL takes in batches.
     """
     messages: list[Message] = []
     dtypes = COPIED if placement == "device" else REDUCED
@@ -222,10 +206,8 @@ def messages_between(
 
 
 BUFFERS = 4
-LENGTH = 5
-"""Each rank holds BUFFERS tensors, of LENGTH elements per rank."""
-GROUPS = 2
-"""Largest number of groups at a time, besides the world. Groups are numbered from 1."""
+LENGTH = 5  # each rank holds BUFFERS tensors, of LENGTH elements per rank
+GROUPS = 2  # Largest number of groups at a time, besides the world. Groups are numbered from 1.
 
 STEPS = ("add", *TRANSFERS, "shift")
 OF_GROUPS = ("new_group", "destroy_group")
@@ -233,28 +215,21 @@ OF_GROUPS = ("new_group", "destroy_group")
 
 @dataclass(frozen=True)
 class CollectiveStep:
-    """One step of every rank.
+    """One step of every rank."""
 
-    Attributes:
-        operation: a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target.
-            "shift" sends from each rank to the rank `root` places further on.
-        target, source: numbers of tensors.
-        root: a member of the group, modulo its size; for "shift", the distance.
-        op: "SUM", "MIN" or "MAX", for a reduction.
-        asynchronous: whether the call returns before it is done. It is waited for when one of its tensors is next used,
-            or its group is destroyed.
-        group: number of the group that takes the step, or is created or destroyed; 0 for all ranks.
-        members: ranks of a new group, modulo the world size.
-    """
-
+    # a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target. "shift" sends
+    # from each rank to the rank `root` places further on.
     operation: str
+    # target, source: numbers of tensors
     target: int = 0
     source: int = 1
-    root: int = 0
-    op: str = "SUM"
+    root: int = 0  # a member of the group, modulo its size; for "shift", the distance
+    op: str = "SUM"  # "SUM", "MIN" or "MAX", for a reduction
+    # whether the call returns before it is done. It is waited for when one of its tensors is next used, or its group is
+    # destroyed.
     asynchronous: bool = False
-    group: int = 0
-    members: tuple[int, ...] = ()
+    group: int = 0  # number of the group that takes the step, or is created or destroyed; 0 for all ranks
+    members: tuple[int, ...] = ()  # ranks of a new group, modulo the world size
 
     def __str__(self) -> str:
         if self.operation in OF_GROUPS:

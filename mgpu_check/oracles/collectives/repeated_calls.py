@@ -83,8 +83,7 @@ def _order(name: str) -> list[str]:
 
 
 def parts_of(parameter: str, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return a tensor as a parameter of a collective takes it: as one tensor, or as a part for each of `count`
-    ranks."""
+    """Return a tensor as a parameter of a collective takes it: whole, or as a part for each of `count` ranks."""
     return list(tensor.chunk(count)) if is_list(parameter) else [tensor]
 
 
@@ -105,13 +104,10 @@ def runner(
     position: int,
     root: int,
 ) -> Runner:
-    """Prepare a collective with new memory for its result.
+    """Prepare a collective, a name in `TRANSFERS`, with new memory for its result.
 
-    Args:
-        transfer: a name in `TRANSFERS`.
-        contribution: as many elements as the largest tensor of this rank has.
-        group: None for all ranks.
-        root: the root, as a rank of the world.
+    `contribution` has as many elements as the largest tensor of this rank. `group` is None for all ranks, and `root` a
+    rank of the world.
     """
     name, how, me = form_of(transfer), TRANSFERS[transfer], dist.get_rank()
     row, chunk_length = COLLECTIVES[name], contribution.numel() // count
@@ -145,24 +141,17 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a reduction.
+    """The terms of a reduction."""
 
-    Attributes:
-        reduction: "sum", "avg", "product", "min" or "max".
-        count: of ranks.
-    """
-
-    reduction: str
+    reduction: str  # "sum", "avg", "product", "min" or "max"
     dtype: torch.dtype
-    count: int
+    count: int  # of ranks
     seed: int
 
     @property
     def tolerance(self) -> float:
         """The largest error of a right result, relative to its terms' largest magnitude; 0 if every order is exact.
-
-        For a mean, libraries multiply each term by 1 / count, which rounds unless count is a power of two.
-        """
+        For a mean, libraries multiply each term by 1 / count, which rounds unless count is a power of two."""
         if self.reduction != "avg" or self.count & (self.count - 1) == 0:
             return 0.0
         return 2 * (self.count + 1) * unit_roundoff(self.dtype)
@@ -211,10 +200,7 @@ class Terms:
 
     def who(self, index: torch.Tensor, got: torch.Tensor) -> tuple[str, int] | None:
         """Infer from wrong elements which rank's term is missing, doubled, or alone; None if none of these fits.
-
-        Args:
-            index: indices of some wrong elements; on the CPU, as is `got`.
-        """
+        `index` has the indices of some wrong elements; it is on the CPU, as is `got`."""
         if self.reduction not in ("sum", "avg"):
             return self._alone(index, got)
         times = self.count if self.reduction == "avg" else 1
@@ -250,33 +236,23 @@ _WINDOW = 64
 _BURST = 4
 _MOST_WRONG = 3
 _LOOKED_AT = 64
-_MANY = 4
-"""Fewest elements with one inverted bit that are no coincidence."""
+_MANY = 4  # fewest elements with one inverted bit that are no coincidence
 
 
 @dataclass(frozen=True)
 class RepeatedCollective:
-    """A collective that is called repeatedly, with different data each time.
+    """A collective that is called repeatedly, with different data each time."""
 
-    Attributes:
-        operation: a name in `TRANSFERS`, or "send_recv": each rank sends to one rank and receives from another; the
-            distance grows with each iteration.
-        dtype: the name of the dtype.
-        bytes: the size of the larger of a rank's input and output; rounded down if it must have equal parts.
-        members: the ranks of the group, ascending; empty for all ranks.
-        reduction: "sum", "avg", "product", "min" or "max"; used by operations that reduce.
-        root: the position of the root in the group.
-        burst: the number of iterations to queue before their results are compared.
-    """
-
+    # a name in `TRANSFERS`, or "send_recv": each rank sends to one rank and receives from another; the distance grows
+    # with each iteration
     operation: str
-    dtype: str
-    bytes: int
-    members: tuple[int, ...] = ()
-    reduction: str = "sum"
-    root: int = 0
+    dtype: str  # the name of the dtype
+    bytes: int  # the size of the larger of a rank's input and output; rounded down if it must have equal parts
+    members: tuple[int, ...] = ()  # the ranks of the group, ascending; empty for all ranks
+    reduction: str = "sum"  # "sum", "avg", "product", "min" or "max"; used by operations that reduce
+    root: int = 0  # the position of the root in the group
     iterations: int = 1
-    burst: int = _BURST
+    burst: int = _BURST  # the number of iterations to queue before their results are compared
     seed: int = 0
 
     def __str__(self) -> str:
@@ -312,44 +288,29 @@ class Cases:
 
 @dataclass(frozen=True)
 class WrongIteration:
-    """A wrong result of one iteration on one rank.
-
-    Attributes:
-        count: the number of wrong elements, or bytes of a copy.
-        of: the number of all elements, or bytes of a copy.
-        first: the place of the first wrong element, or byte of a copy.
-        looks: a description of the wrong data.
-        sources: the ranks of the world whose data is wrong or missing, as far as the result shows.
-    """
+    """A wrong result of one iteration on one rank."""
 
     iteration: int
-    count: int
-    of: int
-    first: int
-    looks: str
-    sources: tuple[int, ...] = ()
+    count: int  # the number of wrong elements, or bytes of a copy
+    of: int  # the number of all elements, or bytes of a copy
+    first: int  # the place of the first wrong element, or byte of a copy
+    looks: str  # a description of the wrong data
+    sources: tuple[int, ...] = ()  # the ranks of the world whose data is wrong or missing, as far as the result shows
     got: str = ""
     expected: str = ""
 
 
 @dataclass(frozen=True)
 class View:
-    """The results of a collective on one rank.
+    """The results of a collective on one rank."""
 
-    Attributes:
-        case: the number of the case in the call.
-        checked: the number of iterations with a result on this rank; some operations give a result to the root only.
-        failed: the number of iterations with a wrong result on this rank.
-        wrong: the first of the wrong results.
-    """
-
-    case: int
+    case: int  # the number of the case in the call
     rank: int
     members: tuple[int, ...]
     bytes: int
-    checked: int
-    failed: int = 0
-    wrong: tuple[WrongIteration, ...] = ()
+    checked: int  # the number of iterations with a result on this rank; some operations give a result to the root only
+    failed: int = 0  # the number of iterations with a wrong result on this rank
+    wrong: tuple[WrongIteration, ...] = ()  # the first of the wrong results
 
 
 def views_of(rank: Rank, cases: Sequence[RepeatedCollective]) -> list[View]:
@@ -389,16 +350,12 @@ def groups_of(
 
 @dataclass
 class _IterationResult:
-    """The result of an iteration, to be compared later.
-
-    Attributes:
-        start: the first element of the data in this iteration.
-        pieces: for a copy, the position in the group of each source, and the first element of its data.
-    """
+    """The result of an iteration, to be compared later."""
 
     iteration: int
-    start: int
+    start: int  # the first element of the data in this iteration
     tensor: torch.Tensor | None
+    # for a copy, the position in the group of each source, and the first element of its data
     pieces: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -591,10 +548,8 @@ def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 
 def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
-    """Return the mean error of results in units in the last place; errors away from zero are positive.
-
-    All values are below 2^bits + count, so float64 holds the difference exactly, if the large term is subtracted first.
-    """
+    """Return the mean error of results in units in the last place; errors away from zero are positive. All values are
+    below 2^bits + count, so float64 holds the difference exactly, if the large term is subtracted first."""
     holder = torch.stack([term.double().abs() for term in terms]).argmax(0)
     stacked = torch.stack([term.double() for term in terms])
     large = stacked.gather(0, holder[None])[0]
@@ -604,11 +559,8 @@ def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
 
 
 def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, placement: str, seed: int) -> None:
-    """Assert that the rounding of a collective's sums leans neither towards zero nor away from it.
-
-    Args:
-        transfer: a name in `TRANSFERS` that reduces; the root is the last rank.
-    """
+    """Assert that the rounding of a collective's sums leans neither towards zero nor away from it. `transfer` is a name
+    in `TRANSFERS` that reduces; the root is the last rank."""
     terms = terms_of(rank.size, dtype, seed)
     mine = terms[rank.index].to(rank.device if placement == "device" else "cpu", copy=True)
     contribution = mine.repeat(rank.size) if TRANSFERS[transfer].divides else mine

@@ -65,10 +65,8 @@ _last: dict[torch.device, torch.Tensor] = {}
 def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) -> tuple[bool, list[int]]:
     """Repeat a case until the digest of a result equals `wanted`, or, if `equal` is false, until it differs.
 
-    The case sets the most repeats.
-
-    Returns:
-        whether such a result occurred, and the digests of at most 64 pieces of the last result.
+    The case sets the most repeats. Return whether such a result occurred, and the digests of at most 64 pieces of the
+    last result.
     """
     with torch.cuda.device(rank.device), torch.no_grad(), switches.repeatable_precision(tf32=case.dtype == "tf32"):
         prepared = OPERATIONS[case.operation](case, rank.device)

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from mgpu_check.oracles.tensors import torch
 
-Function = Callable[..., Any]
-"""Takes operands, returns results."""
+Function = Callable[..., Any]  # takes operands, returns results
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -22,19 +21,12 @@ NUMBERS = (*FLOATS, *INTEGERS)
 
 @dataclass(frozen=True)
 class ElementwiseOperator:
-    """An operator whose result IEEE 754 or integer arithmetic define, element by element.
+    """An operator whose result IEEE 754 or integer arithmetic define, element by element."""
 
-    Attributes:
-        call: takes the operands, of one length, and returns a tensor or several.
-        operation: the name in the acceptance. Operators with one name there are called together.
-        dtypes: the names of the dtypes of the operands.
-        reference: computes the right result on the CPU; None: `call` does.
-    """
-
-    call: Function
-    operation: str
-    dtypes: tuple[str, ...]
-    reference: Function | None = None
+    call: Function  # takes the operands, of one length, and returns a tensor or several
+    operation: str  # the name in the acceptance. Operators with one name there are called together.
+    dtypes: tuple[str, ...]  # the names of the dtypes of the operands
+    reference: Function | None = None  # computes the right result on the CPU; None: `call` does
 
 
 def _divided(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
@@ -44,10 +36,8 @@ def _divided(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
 
 def _rounded_roots(a: torch.Tensor) -> torch.Tensor:
     """Return square roots on the CPU as IEEE 754 rounds them.
-
     Those of torch are from MKL, and some are off by a unit in the last place. A GPU that is simulated on the CPU has
-    the same.
-    """
+    the same."""
     import numpy as np
 
     from mgpu_check.simulated.node import active_node
@@ -81,19 +71,15 @@ UNARY: tuple[ElementwiseOperator, ...] = (
 
 @dataclass(frozen=True)
 class BoundedFunction:
-    """A function with documented error bounds.
-
-    Attributes:
-        single, double: the largest errors in units in the last place, in float32 and in float64. They come from the
-            tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions": the largest value of any
-            version since 11.
-        arguments: the range of the arguments; it keeps results normal in float16.
-    """
+    """A function with documented error bounds."""
 
     call: Function
+    # single, double: the largest errors in units in the last place, in float32 and in float64. They come from the
+    # tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions": the largest value of any
+    # version since 11.
     single: float
     double: float
-    arguments: tuple[float, float]
+    arguments: tuple[float, float]  # the range of the arguments; it keeps results normal in float16
 
 
 FUNCTIONS: Mapping[str, BoundedFunction] = {
@@ -116,26 +102,19 @@ Path = Literal["engine", "strided", "casting"]
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of several sizes, made for each pair.
+    """Copies of several sizes, made for each pair."""
 
-    Attributes:
-        path: "engine": contiguous, by a copy engine; "strided": every second byte, and "casting": uint8 to int16, by a
-            kernel that reads or writes the memory of its peer.
-        sizes: elements of each copy; sizes that do not fit into memory are replaced by one that does.
-        source, destination: the offset of the copy in its allocation, in bytes, which sets its alignment.
-        together: copy all pairs at once; else one pair after the other.
-        pinned: whether memory of the host is pinned.
-        pieces: number of copies that transfer each size, of equal parts of it.
-        reach: bytes of both allocations in front of the copy; only as much as is copied is filled and compared there.
-    """
-
+    # "engine": contiguous, by a copy engine; "strided": every second byte, and "casting": uint8 to int16, by a kernel
+    # that reads or writes the memory of its peer
     path: Path
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # elements of each copy; sizes that do not fit into memory are replaced by one that does
+    # source, destination: the offset of the copy in its allocation, in bytes, which sets its alignment
     source: int = 0
     destination: int = 0
-    together: bool = False
-    pinned: bool = True
-    pieces: int = 1
+    together: bool = False  # copy all pairs at once; else one pair after the other
+    pinned: bool = True  # whether memory of the host is pinned
+    pieces: int = 1  # number of copies that transfer each size, of equal parts of it
+    # bytes of both allocations in front of the copy; only as much as is copied is filled and compared there
     reach: int = 0
     seed: int = 0
 
@@ -153,16 +132,11 @@ _TENSOR_CORES = (*_CORES, *_FLOAT8, "int8")
 
 @dataclass(frozen=True)
 class Computation:
-    """An operation of the acceptance's check of arithmetic.
-
-    Attributes:
-        dtypes: "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled.
-        prepare: the module in this folder and its function that makes the operands and the judge, "module:function".
-    """
+    """An operation of the acceptance's check of arithmetic."""
 
     family: str
-    dtypes: tuple[str, ...]
-    prepare: str
+    dtypes: tuple[str, ...]  # "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled
+    prepare: str  # the module in this folder and its function that makes the operands and the judge, "module:function"
 
 
 def _exact() -> dict[str, Computation]:
@@ -230,24 +204,16 @@ speeds are comparable."""
 
 @dataclass(frozen=True)
 class ComputeCase:
-    """One operation on a GPU, repeated.
+    """One operation on a GPU, repeated."""
 
-    Attributes:
-        operation, dtype: as in `OPERATIONS`.
-        size: elements along a side of a matrix, at least 32; all other sizes derive from it.
-        seed: of the data and of all other random choices.
-        repeats: number of repeats; each result is checked.
-        seconds: time limit; no repeat starts after it.
-        timed: whether to measure the speed; only for operations in `TIMED`.
-    """
-
+    # operation, dtype: as in `OPERATIONS`
     operation: str
     dtype: str
-    size: int
-    seed: int
-    repeats: int = 1
-    seconds: float = 1.0
-    timed: bool = False
+    size: int  # elements along a side of a matrix, at least 32; all other sizes derive from it
+    seed: int  # of the data and of all other random choices
+    repeats: int = 1  # number of repeats; each result is checked
+    seconds: float = 1.0  # time limit; no repeat starts after it
+    timed: bool = False  # whether to measure the speed; only for operations in `TIMED`
 
     def __post_init__(self) -> None:
         if self.dtype not in OPERATIONS.get(self.operation, ()):
@@ -265,11 +231,7 @@ class ComputeCase:
 
 @dataclass(frozen=True)
 class Ballot:
-    """One GPU's result of a case, for a comparison among GPUs.
-
-    Attributes:
-        digest: of all bits of the result.
-    """
+    """One GPU's result of a case, for a comparison among GPUs."""
 
     case: ComputeCase
-    digest: int
+    digest: int  # of all bits of the result

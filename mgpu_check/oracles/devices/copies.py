@@ -39,8 +39,7 @@ from mgpu_check.torch_hooks.tensors import name_of
 
 _GUARD = 256
 _SHARE = 0.7
-_CHUNKS = 6
-"""Chunks of memory that a comparison needs in addition to the compared data."""
+_CHUNKS = 6  # chunks of memory that a comparison needs in addition to the compared data
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,7 @@ def _cut(sizes: Sequence[int], largest: int) -> list[int]:
 
 class _GuardedCopy:
     """A copy, with the memory around its destination.
-
-    `_examine` makes it, starts it alone or with the others of its group, and checks it, which frees its memory.
-    """
+    `_examine` makes it, starts it alone or with the others of its group, and checks it, which frees its memory."""
 
     def __init__(self, way: _Direction, devices: Sequence[torch.device], case: Copies, size: int, chunk: int) -> None:
         self.way, self.size = way, size
@@ -250,10 +247,8 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
 
     Copies use a copy engine, a kernel that reads every second byte, or a kernel that converts. They run one after the
     other and all at once, with pinned and pageable memory of the host; some have 4 MiB. Memory around the destination
-    must not change.
-
-    Args:
-        more: also copy just below 1 MiB, and 4 MiB, by every method and between every two devices.
+    must not change. With `more`, copies just below 1 MiB, and of 4 MiB, are made by every method between every two
+    devices.
     """
     further = (_ABOVE - 2, _LARGE) if more else ()
     results = [
@@ -422,9 +417,7 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None
 
 def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
     """Yield lazily conjugated and negated tensors: a name, a function that makes one on a device, and its values.
-
-    The numbers are finite, because the sign of a NaN need not change.
-    """
+    The numbers are finite, because the sign of a NaN need not change."""
     data = significands((4, 6), torch.complex64, seed)
     kept, real = data.conj().resolve_conj(), data.real.contiguous()
     yield "complex64, to be conjugated", lambda device: kept.to(device).conj(), data
@@ -455,12 +448,8 @@ def _arrived(
     kept: bool = False,
     lost: torch.Tensor | None = None,
 ) -> str | None:
-    """Describe the error of a copy; None without one.
-
-    Args:
-        kept: whether the strides of a tensor without gaps must be kept.
-        lost: the result if the copy drops the lazy sign of `source`.
-    """
+    """Describe the error of a copy; None without one. With `kept` the strides of a tensor without gaps must be kept;
+    `lost` is the result if the copy drops the lazy sign of `source`."""
     try:
         got = call(source, target)
     except Exception as error:
@@ -587,9 +576,7 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
 
     Parameters, frozen parameters, gradients and buffers must arrive bit for bit, including buffers that are not in the
     state dict. Tied parameters must stay tied. Sequences that are packed on the host must unpack elsewhere in order.
-
-    Returns:
-        the number of moves.
+    Return the number of moves.
     """
     errors: list[WrongCase] = []
     ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
@@ -702,11 +689,8 @@ Source of both lists: the documentation of `torch.Tensor.to` and of tensor views
 
 
 def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies on a device have their own memory, and that views share the memory of their source.
-
-    Returns:
-        the number of results that were checked.
-    """
+    """Assert that copies on a device have their own memory, and that views share the memory of their source. Return the
+    number of results that were checked."""
     errors: list[WrongCase] = []
     data = significands((3, 4), torch.float32, seed)
     for device in devices:

@@ -23,8 +23,7 @@ from mgpu_check.oracles.devices.products import require
 from mgpu_check.oracles.generated_data import counted, fractions, integers
 
 _HOST = torch.device("cpu")
-_MOST = 1 << 20
-"""Most elements per operation, because the host computes each of them too."""
+_MOST = 1 << 20  # most elements per operation, because the host computes each of them too
 
 
 def _shape(case: ComputeCase) -> tuple[int, ...]:
@@ -131,9 +130,7 @@ _TERMS = 8
 
 def rows_with_known_sums(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix of whole numbers from -7 to 7, float64, and the sums of its rows.
-
-    A row is [x, y, -x], so its sum is that of y, which has 8 or 9 numbers.
-    """
+    A row is [x, y, -x], so its sum is that of y, which has 8 or 9 numbers."""
     half = (case.size - _TERMS) // 2
     x, y = (
         integers((case.size, width), -7, 7, seed=seeded(case, i), device=device, dtype=torch.float64)
@@ -226,9 +223,7 @@ _FACTOR = 0x9E3779B1  # odd, and prime: any length below it is coprime to it
 
 def _numbers(case: ComputeCase, places: torch.Tensor) -> torch.Tensor:
     """Return the numbers at `places` of an ascending sequence of size² numbers.
-
-    They differ if the dtype has as many numbers.
-    """
+    They differ if the dtype has as many numbers."""
     count = case.size**2
     most = _LARGEST_NUMBERS.get(case.dtype, 2**24)
     low = 0 if case.dtype == "uint8" else -min(most, count // 2)

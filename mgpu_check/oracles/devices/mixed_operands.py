@@ -41,43 +41,31 @@ ON_TWO_GPUS = frozenset({CUDA_CUDA})
 
 @dataclass(frozen=True)
 class Rule:
-    """The placements that make an operator raise, and the devices that its error names.
+    """The placements that make an operator raise, and the devices that its error names."""
 
-    Attributes:
-        raises: the placements of (first operand, second operand) that must raise; all others must work.
-        names: the devices in the error: "both", "types" or "indexed".
-        result: the operand, 0 or 1, whose device the result has if the placement works; None for the operand on a GPU.
-    """
-
+    # the placements of (first operand, second operand) that must raise; all others must work
     raises: frozenset[str] = EVERYWHERE
-    names: str = "both"
+    names: str = "both"  # the devices in the error: "both", "types" or "indexed"
+    # the operand, 0 or 1, whose device the result has if the placement works; None for the operand on a GPU
     result: int | None = 0
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """An operator with operands on two devices.
+    """An operator with operands on two devices."""
 
-    Attributes:
-        build: makes the operands and returns the call.
-        group: "modules", "scalars" or "copies", if a test of its own has the operator.
-    """
-
-    build: Builder
+    build: Builder  # makes the operands and returns the call
     rule: Rule = Rule()
-    group: str = ""
+    group: str = ""  # "modules", "scalars" or "copies", if a test of its own has the operator
 
 
-N = -1
-"""Placeholder in the shape of an operand for the number of rows of the case."""
+N = -1  # placeholder in the shape of an operand for the number of rows of the case
 
 
 @dataclass(frozen=True)
 class Operands:
     """Builds the operands of a call: operand 0 on the first device, operand 1 on the second.
-
-    A check makes it for a case, and `OperatorRow.build` takes the operands of one call from it.
-    """
+    A check makes it for a case, and `OperatorRow.build` takes the operands of one call from it."""
 
     first: torch.device
     second: torch.device
@@ -120,10 +108,8 @@ def _index(at: Operands) -> torch.Tensor:
 
 def _of(function: Callable[..., object] | str, *operands: Operand) -> Builder:
     """Return a case that applies `function` to operands.
-
     `function` must look up the operator at the time of the call: ``lambda a, b: torch.add(a, b)``. Or it is the name of
-    a function of torch, or of a method that ends in "_".
-    """
+    a function of torch, or of a method that ends in "_"."""
     call = partial(_named, function) if isinstance(function, str) else function
 
     def build(at: Operands) -> Call:
@@ -320,18 +306,12 @@ class OperatorCase:
 @dataclass(frozen=True)
 class OperatorTable:
     """Operators, each on many pairs of devices: either all pairs that must raise, or all that must work.
-
     Each operator combines each device with the CPU, in both orders, and with the device `turn` places later. So every
-    table finds a defect of one operator on one device.
-
-    Attributes:
-        only: a name in `GROUPS`, to restrict the operators; None for all.
-        without: names in `GROUPS` to leave out.
-    """
+    table finds a defect of one operator on one device."""
 
     must_raise: bool
-    only: str | None
-    without: tuple[str, ...]
+    only: str | None  # a name in `GROUPS`, to restrict the operators; None for all
+    without: tuple[str, ...]  # names in `GROUPS` to leave out
     devices: int
     turn: int = 1
     rows: int = 2

@@ -111,8 +111,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Name of a dtype in a case -> dtype of its operands."""
 
-Judge = Callable[[torch.Tensor], dict[str, Any]]
-"""Returns evidence of the errors in a result; empty if it is right."""
+Judge = Callable[[torch.Tensor], dict[str, Any]]  # returns evidence of the errors in a result; empty if it is right
 
 
 class CaseUnsupported(Exception):
@@ -122,18 +121,11 @@ class CaseUnsupported(Exception):
 @dataclass(frozen=True)
 class Prepared:
     """An operation with its operands.
+    A function of `COMPUTATIONS` makes it. `examine_case` calls it and its judge once, and then repeats the call."""
 
-    A function of `COMPUTATIONS` makes it. `examine_case` calls it and its judge once, and then repeats the call.
-
-    Attributes:
-        call: runs the operation, always on the same operands.
-        judge: judges the first result; None if only repeats and other GPUs can show an error.
-        operations: floating-point operations of one call; 0 if they are not counted.
-    """
-
-    call: Callable[[], torch.Tensor]
-    judge: Judge | None = None
-    operations: float = 0.0
+    call: Callable[[], torch.Tensor]  # runs the operation, always on the same operands
+    judge: Judge | None = None  # judges the first result; None if only repeats and other GPUs can show an error
+    operations: float = 0.0  # floating-point operations of one call; 0 if they are not counted
 
 
 Prepare = Callable[[ComputeCase, torch.device], Prepared]
@@ -161,9 +153,7 @@ _WARM_UP = 2
 
 class Stopwatch:
     """A stopwatch for the work that a device gets between `start` and `stop`; it does not wait for the device.
-
-    A measurement makes it for the current stream, and reads the laps at its end.
-    """
+    A measurement makes it for the current stream, and reads the laps at its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -188,11 +178,8 @@ class Stopwatch:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *, inner: int = 1) -> list[float]:
-    """Return `repeats` measurements of the seconds that `work` takes on `device`, after a warm-up.
-
-    Args:
-        inner: the number of calls per measurement, which is their mean.
-    """
+    """Return `repeats` measurements of the seconds that `work` takes on `device`, each the mean of `inner` calls, after
+    a warm-up."""
     with torch.cuda.device(device):
         watch = Stopwatch(device)
         for _ in range(_WARM_UP):

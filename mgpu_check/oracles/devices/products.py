@@ -52,8 +52,7 @@ def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> 
             f"wrong_rows: k={a.shape[1]}, n={b.shape[1]} and products up to {most:g} are not exact in float64"
         )
     x = integers((b.shape[1], _VECTORS), 1, min(_CHOICES, exact), seed=seed, device=a.device, dtype=torch.float64)
-    expected = _times(a, _times(b, x))
-    return (_times(c, x) != expected).any(dim=1)
+    return (_times(c, x) != _times(a, _times(b, x))).any(dim=1)
 
 
 def _times(matrix: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -67,9 +66,7 @@ def _times(matrix: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 
 def freivalds(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> dict[str, Any]:
     """Return evidence of the errors in a product, empty if `wrong_rows` finds none.
-
-    The check finds wrong rows and wrong columns. The host computes some of the elements where they cross again.
-    """
+    The check finds wrong rows and wrong columns. The host computes some of the elements where they cross again."""
     rows = wrong_rows(a, b, c, seed)
     if not bool(rows.any()):
         return {}
@@ -283,9 +280,7 @@ def _multiples(lengths: Iterable[int], step: int) -> list[int]:
 
 def shapes_of(case: ComputeCase) -> list[ProductShape]:
     """Return the products of a case: every length of k, and some of m and n, with small other dimensions.
-
-    The other dimensions are smaller where the memory of the device is: operands and results stay in memory together.
-    """
+    The other dimensions are smaller where the memory of the device is: operands and results stay in memory together."""
     step = _STEP.get(case.dtype, 1)
     small = [length for length in _multiples(_SMALL, step) if step == 1 or length > step]
     for most in range(len(small), 0, -1):
@@ -372,8 +367,7 @@ def _wrong(got: torch.Tensor, expected: list[torch.Tensor], ends: list[int], sha
 
 _TAPS = 9
 _HEAD = 64
-_SCORES = 8
-"""Most scores of attention in memory, as a multiple of the elements of a matrix of the case."""
+_SCORES = 8  # most scores of attention in memory, as a multiple of the elements of a matrix of the case
 
 
 def _image(case: ComputeCase) -> tuple[int, int, int]:
@@ -460,10 +454,8 @@ def attention_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepa
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attend by the kernel that torch chooses, but by products and softmax in float32 and float64.
-
     A fused kernel multiplies scores by log2(e), which may cost a rounding of float32. A narrow result hides this
-    rounding.
-    """
+    rounding."""
     if q.dtype in (torch.float32, torch.float64):
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(q, k, v)

@@ -26,20 +26,16 @@ _LARGEST = 4095
 class WholeRun:
     """A model and batches of integers, with one optimizer step per batch.
 
-    Attributes:
-        model: a name in `recipes.whole.BUILDERS`.
-        batch: rows of the global batch of a step.
-        optimizer: a name in `OPTIMIZERS`; "adam" and "adamw" round, so they are compared on the device itself.
-        small: whether parameters, inputs and targets are limited to -1 to 1, for arithmetic in float16 and bfloat16.
-
     Raises:
         ValueError: the optimizer is unknown, or a number is too small.
     """
 
-    model: str = "mlp"
-    batch: int = 8
+    model: str = "mlp"  # a name in `recipes.whole.BUILDERS`
+    batch: int = 8  # rows of the global batch of a step
     steps: int = 1
+    # a name in `OPTIMIZERS`; "adam" and "adamw" round, so they are compared on the device itself
     optimizer: str = "sgd"
+    # whether parameters, inputs and targets are limited to -1 to 1, for arithmetic in float16 and bfloat16
     small: bool = False
     seed: int = 0
 
@@ -98,22 +94,16 @@ class ExactTraining:
     power of two that float32 represents exactly. So it has the same bits in every order of summation, on every device,
     and in float64.
 
-    Attributes:
-        widths: of the inputs, the hidden layers and the outputs.
-        batch: samples in the global batch of a step.
-        steps: 1 or 2.
-        fine: offset of each non-zero parameter from an integer; lower precision would lose it.
-
     Raises:
         ValueError: `steps` exceeds 2, which would round, or there is no layer.
     """
 
-    widths: tuple[int, ...] = (6, 10, 5)
-    batch: int = 8
-    steps: int = 2
+    widths: tuple[int, ...] = (6, 10, 5)  # of the inputs, the hidden layers and the outputs
+    batch: int = 8  # samples in the global batch of a step
+    steps: int = 2  # 1 or 2
     momentum: float = 0.5
     seed: int = 0
-    fine: float = 0.0
+    fine: float = 0.0  # offset of each non-zero parameter from an integer; lower precision would lose it
 
     def __post_init__(self) -> None:
         if self.steps not in (1, 2):
@@ -173,14 +163,11 @@ class TrainingSpec:
     """
 
     model: str = "mlp"
-    batch: int = 4
-    """Samples in the global batch of a step."""
+    batch: int = 4  # samples in the global batch of a step
     steps: int = 1
-    windows: int = 1
-    """Micro-batches of each rank in a step, over which gradients are accumulated."""
+    windows: int = 1  # micro-batches of each rank in a step, over which gradients are accumulated
     momentum: float = 0.0
-    width: int = 8
-    """Channels of the first block of resnet18; 64 is the usual size."""
+    width: int = 8  # channels of the first block of resnet18; 64 is the usual size
     seed: int = 0
 
     def __post_init__(self) -> None:

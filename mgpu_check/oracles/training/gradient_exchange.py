@@ -15,9 +15,7 @@ import torch.distributed as dist
 
 def allreduce(data: Sequence[torch.Tensor]) -> None:
     """Replace each tensor by the sum of all, in place. They have one shape and dtype, and a device each.
-
-    The sum is computed on the device of the first tensor, and copied to all others.
-    """
+    The sum is computed on the device of the first tensor, and copied to all others."""
     for tensor in data[1:]:
         data[0].add_(tensor.to(data[0].device))
     for tensor in data[1:]:
@@ -26,9 +24,7 @@ def allreduce(data: Sequence[torch.Tensor]) -> None:
 
 def chunks(elements: int, count: int) -> list[slice]:
     """Return `count` slices that cover `elements` in order. Sizes differ by at most one; the first slices are larger.
-
-    The last slices are empty if there are fewer elements than parts.
-    """
+    The last slices are empty if there are fewer elements than parts."""
     size, larger = divmod(elements, count)
     ends = [size * (index + 1) + min(index + 1, larger) for index in range(count)]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -147,8 +143,7 @@ def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-Update = Callable[[torch.Tensor, torch.Tensor], None]
-"""Updates a value in place: (value, sum of the gradients)."""
+Update = Callable[[torch.Tensor, torch.Tensor], None]  # updates a value in place: (value, sum of the gradients)
 
 
 class KeyValueStore:
@@ -191,10 +186,8 @@ def push_and_pull(
 ) -> None:
     """Push gradients to the home ranks of the parameters, update there, and pull the results. In place, on all ranks.
 
-    Args:
-        parameters, gradients: those of this rank, in the same order on all ranks.
-        update: called on the home rank with the parameter and the sum of all gradients.
-        homes: the home rank of each parameter: 0 for all is a single server, i % size a sharded one.
+    `update` is called on the home rank with the parameter and the sum of all gradients. `homes` has the home rank of
+    each parameter: 0 for all is a single server, i % size a sharded one.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     for parameter, gradient, home in zip(parameters, gradients, homes, strict=True):

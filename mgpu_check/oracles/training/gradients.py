@@ -52,9 +52,7 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
 
 def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
     """Assert that the hand-written step (`training_steps.train_batch`) over `devices` trains as one device does.
-
-    SGD has no momentum here, even if the spec has one.
-    """
+    SGD has no momentum here, even if the spec has one."""
     training = TrainingSpec(training.model, training.batch, training.steps, seed=training.seed)
     with full_precision():
         start, batches = training.initial(), training.batches()
@@ -147,10 +145,8 @@ def _train(
 
 @dataclass(frozen=True)
 class _Measure:
-    """Measures a step on one device, provisionally or in full; see `measure_step` for the attributes.
-
-    `_measured` makes it, and `_assert_as_measured` measures in full only if the provisional tolerance does not suffice.
-    """
+    """Measures a step on one device, provisionally or in full; see `measure_step` for the attributes. `_measured` makes
+    it, and `_assert_as_measured` measures in full only if the provisional tolerance does not suffice."""
 
     step: Step
     inputs: Mapping[str, torch.Tensor]

@@ -129,9 +129,7 @@ class TutorialModel(nn.Module):
 
 def inputs_seen(batch: torch.Tensor, devices: Sequence[torch.device]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Run DataParallel on `batch`, (n, features).
-
-    Return the inputs of the replicas, in device order, and the output.
-    """
+    Return the inputs of the replicas, in device order, and the output."""
     model = TutorialModel(batch.shape[1], 2)
     net = nn.DataParallel(model, device_ids=list(devices)).to(devices[0])
     output = net(batch)

@@ -37,8 +37,7 @@ FEATURES = 16
 CLASSES = 4
 _SIDE = 4
 _WORDS = 12
-_WIDE = 4200
-"""Hidden units of "wide": its first weight has 67,200 elements, to cover sizes above 64 Ki."""
+_WIDE = 4200  # hidden units of "wide": its first weight has 67,200 elements, to cover sizes above 64 Ki
 PER_BATCH = (1 << 58) + 5
 """Increment of the count of "counting" per batch, in addition to the rows. At this magnitude float64 holds only
 multiples of 64. The count starts between -3 and 3 and has up to 50 rows per batch, so a count that passes through
@@ -70,9 +69,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 class Mixed(nn.Module):
     """Two layers in float32 and an inner layer in another dtype, as in models of mixed precision.
-
-    In float64, the gradients of the inner layer need more than the 24 bits of float32.
-    """
+    In float64, the gradients of the inner layer need more than the 24 bits of float32."""
 
     def __init__(self, inner: torch.dtype) -> None:
         super().__init__()
@@ -263,11 +260,9 @@ BUILDERS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-Rows = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets of some rows of a batch."""
+Rows = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of some rows of a batch
 Gradients = dict[str, torch.Tensor | None]
-Prepare = Callable[[nn.Module], object]
-"""Freezes, marks or casts parts of a model."""
+Prepare = Callable[[nn.Module], object]  # freezes, marks or casts parts of a model
 
 
 def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -340,10 +335,8 @@ def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device
 
 class OneDevice:
     """A run on one device: exact gradients from the CPU, steps of the optimizer on `device`.
-
     A check makes it beside a parallel model, and steps it once for each step of the model. `settle` follows the
-    comparison.
-    """
+    comparison."""
 
     def __init__(self, run: WholeRun, device: torch.device, prepare: Prepare = as_it_is) -> None:
         """Build the initial model; `prepare` freezes, marks or casts parts of it."""
@@ -422,10 +415,8 @@ def assert_gradients_are(
 ) -> None:
     """Assert that the gradients of `model` are the sums of `shard_gradients`, and None if no part has a gradient.
 
-    Args:
-        label: the name of the gradients, for the message.
-        rank: the rank that holds `model`.
-        size: the number of ranks whose gradients were averaged; 1 if they were summed without a mean.
+    `label` names the gradients in the message, and `rank` holds the model. The gradients were averaged over `size`
+    ranks; 1 if they were summed without a mean.
     """
     got = {name: value.grad for name, value in model.named_parameters()}
     ranks = () if rank is None else (rank,)
@@ -497,9 +488,7 @@ def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 def gathered(model: nn.Module, step: int, but: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Gather sharded gradients and parameters, by the names that `seen` gives. A collective.
-
-    A gradient that this rank lacks is left out, and so are the parameters `but`.
-    """
+    A gradient that this rank lacks is left out, and so are the parameters `but`."""
     from torch.distributed.tensor import DTensor
 
     copies = {}
@@ -520,12 +509,8 @@ def gathered(model: nn.Module, step: int, but: Collection[str] = ()) -> dict[str
 def one_device(
     training: ExactTraining, model: nn.Module | None = None, *, scale: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """Train on the CPU in float64; return outputs, gradients and parameters after each step.
-
-    Args:
-        model: the model to train in place of the model of `training`; it is changed.
-        scale: a power of two that multiplies the loss.
-    """
+    """Train on the CPU in float64; return outputs, gradients and parameters after each step. `model`, which is changed,
+    replaces the model of `training`, and `scale`, a power of two, multiplies the loss."""
     model = (training.model() if model is None else model).double()
     optimizer = sgd(training, model)
     results = {}
@@ -617,18 +602,11 @@ _STEPS: Mapping[Any, _Step] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, t
 
 
 class DocumentedSteps:
-    """Steps of parameters, each with options of its own.
-
-    Args:
-        optimizer_type: SGD, Adam or AdamW.
-
-    Attributes:
-        states: the state of each parameter, by its number.
-    """
+    """Steps of parameters, each with options of its own, by an `optimizer_type`: SGD, Adam or AdamW."""
 
     def __init__(self, optimizer_type: Any) -> None:
         self.decoupled, self.step = optimizer_type is torch.optim.AdamW, _STEPS[optimizer_type]
-        self.states: dict[int, _State] = {}
+        self.states: dict[int, _State] = {}  # the state of each parameter, by its number
 
     def stepped(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], options: Sequence[_Options]

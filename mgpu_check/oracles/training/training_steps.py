@@ -33,9 +33,7 @@ def forward_of(module: nn.Module) -> Forward:
 
 def weighted(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Return the sum of `outputs` * `factors`, two tensors of one shape, as a scalar: the loss of exact training.
-
-    The gradient of each output is its factor, so it does not round.
-    """
+    The gradient of each output is its factor, so it does not round."""
     return (outputs * factors).sum()
 
 
@@ -66,10 +64,8 @@ def accumulated_step(
 ) -> None:
     """Take one step with gradients accumulated over micro-batches; DDP synchronizes only in the last one.
 
-    Args:
-        shards: the micro-batches of this rank; a single one means no accumulation.
-        batch_size: samples in the whole batch, over all ranks and micro-batches.
-        ranks: number of ranks that DDP averages over.
+    `shards` are the micro-batches of this rank; a single one means no accumulation. The whole batch has `batch_size`
+    samples, over all ranks and micro-batches, and DDP averages over `ranks`.
     """
     optimizer.zero_grad()
     for index, (inputs, labels) in enumerate(shards):
@@ -93,10 +89,8 @@ def shardwise_step(
 
     This is the correct reference if the samples of a shard interact, as in BatchNorm: each shard is normalised by its
     own statistics. Every shard starts from the same buffers. The model keeps the buffers of the first shard, as
-    DataParallel keeps those of its first device, and DDP those of rank 0.
-
-    Returns:
-        The buffers after each shard, in order; they correspond to those of the ranks of DDP.
+    DataParallel keeps those of its first device, and DDP those of rank 0. Return the buffers after each shard, in
+    order; they correspond to those of the ranks of DDP.
     """
     optimizer.zero_grad()
     batch_size = sum(len(inputs) for inputs, _ in shards)
@@ -163,9 +157,7 @@ def train(
     loss: Loss = summed_loss,
 ) -> list[dict[str, torch.Tensor]]:
     """Train replicas of `parameters` on `devices` with `train_batch`, and return the replicas.
-
-    This is the loop of the chapter on multiple GPUs of *Dive into Deep Learning*. It does not change `parameters`.
-    """
+    This is the loop of the chapter on multiple GPUs of *Dive into Deep Learning*. It does not change `parameters`."""
     replicas = replicate(parameters, devices)
     for _ in range(epochs):
         for inputs, labels in batches:
@@ -182,9 +174,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 def sgd(parameters: Mapping[str, torch.Tensor], rate: float, batch_size: int) -> None:
     """Take a step of SGD in place. Gradients are sums over `batch_size` samples, and are divided by it in place.
-
-    Call `clear` before the next backward pass.
-    """
+    Call `clear` before the next backward pass."""
     with torch.no_grad():
         for parameter in parameters.values():
             gradient = _gradient(parameter)

@@ -63,9 +63,7 @@ def joined(output: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
 
 def hide_engine(error: BaseException) -> None:
     """Remove the engine's frames from the tracebacks of `error` and of all errors behind it.
-
-    An error that the engine does not raise on purpose is a defect of the engine, and keeps its frames.
-    """
+    An error that the engine does not raise on purpose is a defect of the engine, and keeps its frames."""
     errors = [error]
     for error in errors:  # which grows
         behind = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
@@ -119,8 +117,7 @@ def replace_traceback(
 def _story(error: BaseException, item: pytest.Item, report: pytest.TestReport, in_parent: bool) -> list[str]:
     notes = [line for note in getattr(error, "__notes__", ()) for line in ("", note)]
     if not isinstance(error, (RankFailure, RankHang)):
-        info = pytest.ExceptionInfo.from_exception(error)
-        return [str(info.getrepr(style="short")), *notes]
+        return [str(pytest.ExceptionInfo.from_exception(error).getrepr(style="short")), *notes]
     if not in_parent:
         return [str(error), *notes]
     # A test that calls `ranks.run` itself also has a failing line in this process.

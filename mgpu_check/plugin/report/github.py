@@ -196,9 +196,7 @@ class Summaries:
 
     def __init__(self, config: pytest.Config, session: GpuSession) -> None:
         """Check that the files can be written, and write a summary that says that the run has not ended.
-
-        Raises `pytest.UsageError`: a file cannot be written; the message names the option, the file and the reason.
-        """
+        Raises `pytest.UsageError`: a file cannot be written; the message names the option, the file and the reason."""
         self._session = session
         self._outcomes = Outcomes(config.rootpath)
         self._paths = [Path(config.invocation_params.dir, file) for file in session.settings.gpu_report]

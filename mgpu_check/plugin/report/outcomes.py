@@ -26,9 +26,7 @@ _LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 
 def add_identity(item: pytest.Item, host: int | None) -> None:
     """Record the property and the title of a check of the packaged suite. Clears the record of an earlier try.
-
-    `host`: host of the test, if the check runs on each of several hosts; otherwise None.
-    """
+    `host`: host of the test, if the check runs on each of several hosts; otherwise None."""
     # From an earlier try, if failures are rerun.
     ours = {f"mgpu_check.{name}" for name in ("failed_ranks", "mistakes", "replay", "site", "advice")}
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
@@ -146,9 +144,7 @@ class TestOutcome:
 
 class Outcomes:
     """The outcomes of a run. `root`: the directory that the paths in its reports start from.
-
-    `Summaries` and `Annotations` make one each, where all reports arrive, and read it at the end of the run.
-    """
+    `Summaries` and `Annotations` make one each, where all reports arrive, and read it at the end of the run."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

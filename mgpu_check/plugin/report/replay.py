@@ -325,9 +325,7 @@ def apply_replay(text: str, items: Sequence[pytest.Item]) -> str | None:
 
 def blob_of_this() -> str | None:
     """Return the current Hypothesis example, encoded for ``--gpu-replay``; None if it is unknown.
-
-    Uses internals of Hypothesis, which reports an example only if it raises an `Exception`.
-    """
+    Uses internals of Hypothesis, which reports an example only if it raises an `Exception`."""
     with contextlib.suppress(Exception):
         from hypothesis import __version__
 

@@ -115,9 +115,7 @@ def described_level(level: str) -> str:
 
 def is_detailed(config: pytest.Config) -> bool:
     """Return whether the user wants a line per check: ``-v`` was given, on the command line or elsewhere.
-
-    `mgpu-check` itself gives ``-q``, so its verbosity is 0 with ``-v``.
-    """
+    `mgpu-check` itself gives ``-q``, so its verbosity is 0 with ``-v``."""
     typed = any(re.fullmatch(r"-v+|--verbose", str(word)) for word in config.invocation_params.args)
     return typed or config.get_verbosity() > 0
 

@@ -95,8 +95,7 @@ def assert_all_reduce_in_a_group_matches(rank: Rank, members: Sequence[int], dat
     dist.destroy_process_group(group)
 
 
-_SHAPE = (2, 3, 4, 5)
-"""A shape of four dimensions, because these support every layout."""
+_SHAPE = (2, 3, 4, 5)  # a shape of four dimensions, because these support every layout
 
 
 def assert_added_up_by_hand(data: Contributions, devices: Sequence[torch.device]) -> None:
@@ -110,10 +109,8 @@ def assert_added_up_by_hand(data: Contributions, devices: Sequence[torch.device]
 def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
     """Assert that `reduce_add` and `reduce_add_coalesced` put the sum on `home` and do not change their inputs.
 
-    The sum is then broadcast from there, to new and to given tensors, and the copies must be right too.
-
-    Args:
-        home: one of them. If it is the first, which is current, it is not passed.
+    The sum is then broadcast from there, to new and to given tensors, and the copies must be right too. `home` is one
+    of the devices. If it is the first, which is current, it is not passed.
     """
     terms, order = data.parts(len(devices)), _from(home, devices)
     placed = [data.placed(term, device) for term, device in zip(terms, devices, strict=True)]
@@ -138,11 +135,8 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
 
 
 def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
-    """Assert that `broadcast` and `broadcast_coalesced` copy every layout from `home` to all devices, bit for bit.
-
-    Args:
-        data: the tensor to send, together with one in each layout of the same dtype and kind of values.
-    """
+    """Assert that `broadcast` and `broadcast_coalesced` copy `data` from `home` to all devices, bit for bit, together
+    with a tensor in each layout of the same dtype and kind of values."""
     order = _from(home, devices)
     indices = [device.index for device in order]
     specs = [replace(data.tensor, shape=_SHAPE, layout=layout) for layout in layouts_for(len(_SHAPE))]
@@ -182,8 +176,7 @@ def _assert_sums(
     assert_allreduce_matches(list(results), terms, what=label)
 
 
-_MAX = 2
-"""The number of NCCL's operation, which torch does not name."""
+_MAX = 2  # the number of NCCL's operation, which torch does not name
 
 
 def assert_nccl_calls(devices: Sequence[torch.device], seed: int) -> None:

@@ -7,7 +7,6 @@ exact sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -17,11 +16,7 @@ from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import examples, shapes, tensors
 from mgpu_check.oracles.tensors import DENSE, GAPPED, LAYOUTS, REDUCIBLE, Contributions
-
-if TYPE_CHECKING:
-    import torch
-
-    from mgpu_check import Ranks
+from mgpu_check.plugin.ranks import Gpus, Ranks
 
 
 @st.composite
@@ -45,14 +40,14 @@ PLACES = st.sampled_from(("device", "cpu"))
 
 @examples(100)
 @given(devices=strategies.device_counts(), data=contributions())
-def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
+def test_hand_written_allreduce(gpus: Gpus, devices: int, data: Contributions) -> None:
     """Summing everything into device 0 and copying it back leaves the sum on every device, in any layout."""
     NamedFunction(f"{CHECKS}:assert_added_up_by_hand")(data, gpus[:devices])
 
 
 @examples(60)
 @given(devices=strategies.device_counts(), data=contributions(), home=st.integers(0, 7))
-def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, data: Contributions, home: int) -> None:
+def test_reduce_add_and_broadcast(gpus: Gpus, devices: int, data: Contributions, home: int) -> None:
     """`comm.reduce_add` to any device, and a broadcast from there, leave the sum of tensors on every device.
 
     DataParallel adds up gradients with these functions. The inputs stay unchanged.
@@ -62,14 +57,14 @@ def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, 
 
 @examples(10, quick=2)
 @given(data=contributions(), home=st.integers(0, 7))
-def test_broadcast_of_every_layout(gpus: tuple[torch.device, ...], data: Contributions, home: int) -> None:
+def test_broadcast_of_every_layout(gpus: Gpus, data: Contributions, home: int) -> None:
     """`broadcast` and `broadcast_coalesced` copy every layout from any device to all, bit for bit."""
     NamedFunction(f"{CHECKS}:assert_broadcast")(data, gpus, gpus[home % len(gpus)])
 
 
 @examples(6, quick=1)
 @given(seed=strategies.seeds())
-def test_nccl_in_one_process(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_nccl_in_one_process(gpus: Gpus, seed: int) -> None:
     """The functions of `torch.cuda.nccl` give the right results on all devices of a process."""
     NamedFunction("mgpu_check.suite.allreduce.reductions:assert_nccl_calls")(gpus, seed)
 

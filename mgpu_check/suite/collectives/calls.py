@@ -67,21 +67,17 @@ def factor_of(seed: int) -> float:
 
 @dataclass(frozen=True)
 class Right:
-    """The results that a reduction may give, element by element.
+    """The results that a reduction may give, element by element."""
 
-    Attributes:
-        value: the only right result, or the rounded exact one if results may be off; in the dtype of the terms.
-        exact: the exact result in float64 or complex128; None if results must have the bits of `value`. Any NaN equals
-            any other NaN.
-        tolerance: float64; for complex numbers, of real and imaginary part.
-        terms: the terms of MIN and MAX of floats, else empty. In an element with a NaN among its terms, NaN and each
-            term are right, and zeros of both signs are equal. IEEE 754-2008 (minNum) and -2019 (minimum) treat NaN
-            differently, and the result of a library depends on its order of comparisons.
-    """
-
+    # the only right result, or the rounded exact one if results may be off; in the dtype of the terms
     value: torch.Tensor
+    # the exact result in float64 or complex128; None if results must have the bits of `value`. Any NaN equals any other
+    # NaN.
     exact: torch.Tensor | None = None
-    tolerance: torch.Tensor | None = None
+    tolerance: torch.Tensor | None = None  # float64; for complex numbers, of real and imaginary part
+    # the terms of MIN and MAX of floats, else empty. In an element with a NaN among its terms, NaN and each term are
+    # right, and zeros of both signs are equal. IEEE 754-2008 (minNum) and -2019 (minimum) treat NaN differently, and
+    # the result of a library depends on its order of comparisons.
     terms: tuple[torch.Tensor, ...] = ()
 
     def wrong(self, got: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
@@ -242,8 +238,7 @@ def stretched(block: torch.Tensor, start: int, length: int) -> torch.Tensor:
     return block.repeat(-(-(offset + length) // len(block)))[offset : offset + length]
 
 
-_GUARD = 17
-"""Elements between tensors; odd, so that tensors begin at addresses of every alignment."""
+_GUARD = 17  # elements between tensors; odd, so that tensors begin at addresses of every alignment
 _FILLING = 0xA5
 _UNWRITTEN = 0x5B
 
@@ -321,15 +316,12 @@ class CallMemory:
         return memory.as_strided(shape.sizes, shape.strides, offset)
 
 
-STEP = 13
-"""Distance between the parts of a tensor, in elements of their block."""
+STEP = 13  # distance between the parts of a tensor, in elements of their block
 
 
 def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
     """Return how many elements one member gives another; parts differ in size.
-
-    In a call of 0 elements every third giver gives nothing, and the others give nothing to every third getter.
-    """
+    In a call of 0 elements every third giver gives nothing, and the others give nothing to every third getter."""
     length = call.elements if call.elements is not None else 29
     turn = (giver + call.seed) % 3
     if length == 0 and (turn == 0 or getter % 3 == turn - 1):
@@ -355,9 +347,7 @@ class ReducedPiece:
 @dataclass
 class Piece:
     """A tensor of a call, with its contents before and after, and the result of a reduction in it.
-
-    It is written if `before` is None, and must not change if `after` is; "anything" if its contents are undefined.
-    """
+    It is written if `before` is None, and must not change if `after` is; "anything" if its contents are undefined."""
 
     shape: Shape
     before: torch.Tensor | None = None
@@ -367,9 +357,7 @@ class Piece:
 
 class Laid:
     """The tensors of a call on the member at `position` of a group.
-
-    `inputs` and `outputs` have the positions of inputs and outputs in `pieces`.
-    """
+    `inputs` and `outputs` have the positions of inputs and outputs in `pieces`."""
 
     def __init__(self, call: CollectiveCall, members: tuple[int, ...], position: int) -> None:
         self.call, self.members, self.count, self.position = call, members, len(members), position
@@ -483,10 +471,8 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
 
     Calls that no backend supports are left out. Up to six asynchronous calls run at once; they are waited for in an
     order that a checksum of each call determines. The error, with all wrong calls, is raised after the last call, so
-    that ranks stay in step.
-
-    Returns:
-        (call, checksum) of each result that all members of the group must share; compare them by `assert_shared`.
+    that ranks stay in step. Return (call, checksum) of each result that all members of the group must share, for
+    `assert_shared`.
     """
     everybody = tuple(range(rank.size))
     calls = [
@@ -524,9 +510,7 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
 
 def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResult]:
     """Call a collective on a rank outside its group; torch warns, and must leave the tensor unchanged.
-
-    It warns in torch/distributed/distributed_c10d.py, _warn_not_in_group, torch 2.13.
-    """
+    It warns in torch/distributed/distributed_c10d.py, _warn_not_in_group, torch 2.13."""
     row = FUNCTIONS[call.function]
     if not row.in_place or TRANSFERS[row.does].takers == "root":
         return
@@ -541,10 +525,8 @@ def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResu
 
 
 class Started(Laid):
-    """A collective that was called, and that may still run.
-
-    `assert_collectives_match` makes it, which calls the collective, later waits for it, and then asks for its findings.
-    """
+    """A collective that was called, and that may still run. `assert_collectives_match` makes it, which calls the
+    collective, later waits for it, and then asks for its findings."""
 
     def __init__(self, rank: Rank, call: CollectiveCall, members: tuple[int, ...], group: Any) -> None:
         super().__init__(call, members, members.index(rank.index))

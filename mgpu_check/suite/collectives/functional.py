@@ -91,8 +91,7 @@ class CallTally:
         self.findings.append(WrongResult.of(label, local.reshape(-1), expected.reshape(-1), mismatches))
 
 
-_SEVERAL = 6
-"""The number of tensors in a coalesced call."""
+_SEVERAL = 6  # the number of tensors in a coalesced call
 ANY_LAYOUT = TorchVersion(torch_version()) >= "2.13"
 """Earlier versions of torch refuse transposed inputs of all_gather_tensor and reduce_scatter_tensor."""
 _Matrices = Sequence[torch.Tensor]
@@ -105,9 +104,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def _reductions(matrices: _Matrices, seed: int) -> dict[str, tuple[_Matrices, torch.Tensor]]:
     """Return the inputs and the result of "sum" and of two other reductions, which the seed selects.
-
-    The mean is left out if it may round. The factors of the product are 1, but for one member.
-    """
+    The mean is left out if it may round. The factors of the product are 1, but for one member."""
     dtype, size = matrices[0].dtype, len(matrices)
     stacked = torch.stack(list(matrices))
     reductions = {op.lower(): (matrices, reduced(stacked)) for op, reduced in REDUCTIONS.items()}
@@ -237,9 +234,7 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
 
 def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
     """Assert that differentiable collectives give the results and gradients of a computation in one process.
-
-    The loss is the sum over all ranks of weights · result. The gradient of a rank's input must be that of this sum.
-    """
+    The loss is the sum over all ranks of weights · result. The gradient of a rank's input must be that of this sum."""
 
     def judge(team: Team, account: CallTally) -> None:
         me, size, device = team.position, team.size, team.rank.device
@@ -268,10 +263,8 @@ _Case = tuple[str, Callable[[_Matrices], list[torch.Tensor]], Callable[[torch.Te
 
 def _differentiable(team: Team, seed: int) -> list[_Case]:
     """Return the name of each differentiable collective, the results of its model on all ranks, and its call.
-
     Gradients of MAX are undocumented, so only its results count. Results on other ranks than a root are undocumented,
-    so they are multiplied by 0.
-    """
+    so they are multiplied by 0."""
     size, group, rows, largest = team.size, team.group, [ROWS] * team.size, dist.ReduceOp.MAX
 
     def total(matrices: _Matrices) -> torch.Tensor:

@@ -18,9 +18,7 @@ from mgpu_check.oracles.collectives.cases import WrongResult, raise_findings
 
 def assert_subgroups_divide(rank: Rank) -> None:
     """Assert that subgroups divide the world as requested: each rank gets its own, and all in order. A collective.
-
-    `new_group` must sort ranks that are out of order, or keep their order with ``sort_ranks=False`` if torch has it.
-    """
+    `new_group` must sort ranks that are out of order, or keep their order with ``sort_ranks=False`` if torch has it."""
     everybody = list(range(rank.size))
     turns = [ranks for ranks in (everybody[1::2], everybody[::2]) if ranks]
     wanted: dict[str, tuple[list[list[int]], Callable[[], Any]]] = {

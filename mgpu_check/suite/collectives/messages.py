@@ -52,12 +52,9 @@ def assert_messages_arrive(
 ) -> None:
     """Assert that each of `messages` arrives unchanged, and that the memory around it does not change. A collective.
 
-    Every second message names the other rank by its number in the group.
-
-    Args:
-        way: "blocking": `send` and `recv`, one message after the other. "flying": all `isend`, then all `irecv` in
-            another order of tags. "batched": all in one `batch_isend_irecv`.
-        members: the ranks of the group that exchanges them; empty for all ranks.
+    Every second message names the other rank by its number in the group of `members`, empty for all ranks. The `way` is
+    "blocking": `send` and `recv`, one message after the other; "flying": all `isend`, then all `irecv` in another order
+    of tags; or "batched": all in one `batch_isend_irecv`.
     """
     mine = [message for message in messages if rank.index in (message.source, message.target)]
     device = rank.device if placement == "device" else "cpu"
@@ -102,9 +99,7 @@ def assert_any_source_tells_the_sender(
     rank: Rank, target: int, tag: int, dtype: str, elements: int, members: tuple[int, ...] = ()
 ) -> None:
     """Assert that `recv` without a source gets one message from each other rank, and returns the sender. A collective.
-
-    Rank `target` receives, one of `members`, the ranks of the group that sends them; empty for all ranks.
-    """
+    Rank `target` receives, one of `members`, the ranks of the group that sends them; empty for all ranks."""
     sources = [source for source in members or range(rank.size) if source != target]
     messages = [Message(source, target, tag, dtype, elements, 0) for source in sources]
     findings: list[WrongResult] = []
@@ -133,8 +128,7 @@ def _taken_from_any(rank: Rank, messages: Sequence[Message], group: dist.Process
 
 
 BarrierForm = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
-_HELD = 0.06
-"""Seconds to watch a barrier, enough for a rank that does not wait to leave it."""
+_HELD = 0.06  # seconds to watch a barrier, enough for a rank that does not wait to leave it
 
 
 def object_of(seed: int, rank: int, number: int = 0) -> object:
@@ -221,9 +215,7 @@ def _traveled(
 
 def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) -> None:
     """Assert that `all_gather_object` and `broadcast_object_list` bring equal copies of drawn objects to all ranks.
-
-    Each rank has one of the drawn objects, and its number. Rank `root`, modulo the world size, broadcasts.
-    """
+    Each rank has one of the drawn objects, and its number. Rank `root`, modulo the world size, broadcasts."""
     all_of = [(index, drawn[index % len(drawn)]) for index in range(rank.size)]
     gathered: list[object] = [None] * rank.size
     dist.all_gather_object(gathered, all_of[rank.index])
@@ -297,5 +289,4 @@ def assert_barrier_holds(
 
 def _fresh_store() -> Any:
     """Return a store that all ranks share and that no earlier call has used: the store of a new group."""
-    group = dist.new_group(backend="gloo")
-    return dist.distributed_c10d._world.pg_map[group][1]
+    return dist.distributed_c10d._world.pg_map[dist.new_group(backend="gloo")][1]

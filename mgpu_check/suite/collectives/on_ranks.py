@@ -14,22 +14,9 @@ from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.collectives.cases import REDUCED, CollectiveCall, Message, messages_between
 from mgpu_check.oracles.collectives.repeated_calls import assert_rounding_is_unbiased, groups_of, most_ranks
+from mgpu_check.suite.collectives import functional, messages
 from mgpu_check.suite.collectives.calls import assert_collectives_match
-from mgpu_check.suite.collectives.functional import (
-    assert_differentiable_match,
-    judge_coalesced,
-    judge_functional,
-    judged,
-)
 from mgpu_check.suite.collectives.groups import assert_mesh_matches, assert_subgroups_divide
-from mgpu_check.suite.collectives.messages import (
-    BarrierForm,
-    assert_any_source_tells_the_sender,
-    assert_barrier_holds,
-    assert_drawn_objects_travel,
-    assert_messages_arrive,
-    assert_objects_travel,
-)
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 
@@ -47,9 +34,7 @@ def _without(rank: Rank, outside: int) -> list[tuple[int, ...]]:
 
 def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
     """Assert that subgroups divide the world, and that collectives in groups match their models.
-
-    Collectives are left out if a subgroup is wrong: with wrong members or roots they could hang.
-    """
+    Collectives are left out if a subgroup is wrong: with wrong members or roots they could hang."""
     with Findings() as findings:
         with findings.collected():
             assert_subgroups_divide(rank)
@@ -80,42 +65,42 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
                 inside = messages_between(len(members), seed, placement, tags=placement == "cpu")[turn::3]
                 moved = [replace(sent, source=members[sent.source], target=members[sent.target]) for sent in inside]
                 cases.append((moved, way, placement, members, groups[members]))
-        run_all(partial(assert_messages_arrive, rank, *case) for case in cases)
+        run_all(partial(messages.assert_messages_arrive, rank, *case) for case in cases)
 
 
 def assert_messages_from_any_source_arrive(
     rank: Rank, target: int, tag: int, elements: Sequence[int], outside: int
 ) -> None:
     """Assert that `recv` without a source returns the sender: for three dtypes, and in a group.
-
-    Ranks from `target` on receive, under tags from `tag` on; each dtype has a number of elements.
-    """
+    Ranks from `target` on receive, under tags from `tag` on; each dtype has a number of elements."""
     cases = [
         ((target + turn) % rank.size, tag + turn, dtype, count, ())
         for turn, (dtype, count) in enumerate(zip(("float32", "int64", "bfloat16"), elements, strict=True))
     ]
     groups = [(members[target % len(members)], 1, "float32", 9, members) for members in _without(rank, outside)]
-    run_all(partial(assert_any_source_tells_the_sender, rank, *case) for case in (*cases, *groups))
+    run_all(partial(messages.assert_any_source_tells_the_sender, rank, *case) for case in (*cases, *groups))
 
 
 def assert_objects_travel_on_all_ways(rank: Rank, root: int, drawn: Sequence[object], seed: int) -> None:
     """Assert that objects travel over the CPU, over devices, and in a group: drawn ones, and some of each kind."""
-    checks = [partial(assert_objects_travel, rank, root + turn, seed + turn) for turn in range(3)]
-    checks.append(partial(assert_objects_travel, rank, root, seed, backend="nccl"))
-    checks += [partial(assert_objects_travel, rank, root + 1, seed, members) for members in _some(rank, seed)[:1]]
-    run_all((partial(assert_drawn_objects_travel, rank, root, drawn), *checks))
+    checks = [partial(messages.assert_objects_travel, rank, root + turn, seed + turn) for turn in range(3)]
+    checks.append(partial(messages.assert_objects_travel, rank, root, seed, backend="nccl"))
+    checks += [
+        partial(messages.assert_objects_travel, rank, root + 1, seed, members) for members in _some(rank, seed)[:1]
+    ]
+    run_all((partial(messages.assert_drawn_objects_travel, rank, root, drawn), *checks))
 
 
 def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:
     """Assert that barriers of all kinds hold: with several ranks as the last, and in a group without `outside`."""
-    forms: tuple[BarrierForm, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
+    forms: tuple[messages.BarrierForm, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
     last = late % rank.size
-    cases: list[tuple[int, BarrierForm, tuple[int, ...]]]
+    cases: list[tuple[int, messages.BarrierForm, tuple[int, ...]]]
     cases = [(latecomer, forms[0], ()) for latecomer in sorted({0, rank.size - 1, last})]
     cases += [(last, form, ()) for form in forms[1:]]
     for members in _without(rank, outside):
         cases += [(members[late % len(members)], form, members) for form in forms[:3]]
-    run_all(partial(assert_barrier_holds, rank, *case) for case in cases)
+    run_all(partial(messages.assert_barrier_holds, rank, *case) for case in cases)
 
 
 def assert_functional_match_in_groups(rank: Rank, seed: int) -> None:
@@ -123,19 +108,21 @@ def assert_functional_match_in_groups(rank: Rank, seed: int) -> None:
     cases: list[tuple[tuple[int, ...], torch.dtype]]
     cases = [((), dtype) for dtype in (torch.float32, torch.int64, torch.bfloat16)]
     cases += [(members, torch.float32) for members in _some(rank, seed)[seed % 2 :][:1]]
-    judges = ((members, partial(judge_functional, dtype=dtype, seed=seed)) for members, dtype in cases)
-    run_all(partial(judged, rank, members, judge) for members, judge in judges)
+    judges = ((members, partial(functional.judge_functional, dtype=dtype, seed=seed)) for members, dtype in cases)
+    run_all(partial(functional.judged, rank, members, judge) for members, judge in judges)
 
 
 def assert_differentiable_match_in_groups(rank: Rank, seed: int) -> None:
     """Assert that differentiable collectives match their models: of all ranks, and in groups."""
-    run_all(partial(assert_differentiable_match, rank, seed, members) for members in ((), *_some(rank, seed)))
+    run_all(
+        partial(functional.assert_differentiable_match, rank, seed, members) for members in ((), *_some(rank, seed))
+    )
 
 
 def assert_coalesced_match_in_groups(rank: Rank, dtype: str, seed: int) -> None:
     """Assert that coalesced collectives match separate calls: of all ranks, and in a group."""
-    judge = partial(judge_coalesced, dtype=getattr(torch, dtype), seed=seed)
-    run_all(partial(judged, rank, members, judge) for members in ((), *_some(rank, seed)[:1]))
+    judge = partial(functional.judge_coalesced, dtype=getattr(torch, dtype), seed=seed)
+    run_all(partial(functional.judged, rank, members, judge) for members in ((), *_some(rank, seed)[:1]))
 
 
 def assert_meshes_match(rank: Rank, shapes: Sequence[tuple[int, ...]]) -> None:

@@ -26,24 +26,16 @@ _OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 @dataclass
 class ObservedCall:
     """A call of a collective: the original function, and what it gets.
-
-    `instead` makes one for each call while a fault is planted, and hands it to the function of the fault.
-
-    Attributes:
-        written: the tensors that it writes on this rank.
-        op: name of the reduction; "SUM" by default.
-        late: True if the call was asynchronous.
-        kept: what earlier calls have kept, since the fault was planted.
-    """
+    `instead` makes one for each call while a fault is planted, and hands it to the function of the fault."""
 
     real: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    written: list[torch.Tensor]
-    op: str
+    written: list[torch.Tensor]  # the tensors that it writes on this rank
+    op: str  # name of the reduction; "SUM" by default
     group: Any
-    late: bool
-    kept: dict[Any, Any]
+    late: bool  # True if the call was asynchronous
+    kept: dict[Any, Any]  # what earlier calls have kept, since the fault was planted
 
     @property
     def rank(self) -> int:

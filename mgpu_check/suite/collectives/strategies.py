@@ -61,17 +61,14 @@ _SPECIAL = (*FLOATING, "complex64", "complex128")
 @st.composite
 def worlds(draw: st.DrawFn, least: int = 1) -> int:
     """Draw world sizes, the whole world first, so that the first example finds errors of large worlds.
-
-    One rank alone, which exchanges nothing, is rare: at the level quick it would be the only example of a check.
-    """
+    One rank alone, which exchanges nothing, is rare: at the level quick it would be the only example of a check."""
     total = settings.active().gpus or 0
     two = max(least, min(2, total))
     return draw(world_sizes(draw(first_of((*[max(least, total)] * 3, *[two] * 4, least)))))
 
 
 seeds = tensor_seeds()
-members = st.integers(0, 62)
-"""A rank of the world, modulo its size."""
+members = st.integers(0, 62)  # a rank of the world, modulo its size
 
 
 OBJECTS = st.recursive(
@@ -109,9 +106,7 @@ def all_reduces(seed: int) -> list[CollectiveCall]:
 
 def other_reductions(seed: int) -> list[CollectiveCall]:
     """Return `reduce` and `reduce_scatter_tensor` for every dtype and operation on devices.
-
-    Also a third, by seed, of `reduce_scatter` with lists on devices, and a fifth of all three functions on the CPU.
-    """
+    Also a third, by seed, of `reduce_scatter` with lists on devices, and a fifth of all three functions on the CPU."""
     turns = ("reduce_scatter", "reduce_scatter_tensor", "reduce")
     return [
         *_reductions(("reduce", "reduce_scatter_tensor"), ("device",), "borders", seed),
@@ -327,9 +322,7 @@ def partitions(draw: st.DrawFn, size: int) -> list[tuple[int, ...]]:
 
 def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCall]:
     """Return every collective in each group, with roots named by their rank in the group and in the world.
-
-    Half of the reductions are means, whose divisor must be the size of the group.
-    """
+    Half of the reductions are means, whose divisor must be the size of the group."""
     calls = []
     for turn, members in enumerate(groups):
         for number, function in enumerate(_FUNCTIONS):
@@ -355,9 +348,7 @@ class _Machine:
 
     def take(self, operation: str) -> None:
         """Add a step of this kind, or the steps of a phrase.
-
-        With no group to destroy, create one instead; with too many groups, destroy one instead.
-        """
+        With no group to destroy, create one instead; with too many groups, destroy one instead."""
         if operation in _PHRASES:
             _PHRASES[operation](self)
         elif operation not in OF_GROUPS:

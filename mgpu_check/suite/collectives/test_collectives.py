@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.oracles.collectives.cases import CollectiveStep, Message, assert_shared
 from mgpu_check.oracles.strategies import MORE, examples
+from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.suite.collectives import strategies as calls
 from mgpu_check.suite.collectives import strategies as steps
-
-if TYPE_CHECKING:
-    from mgpu_check import Ranks
 
 ON_RANKS = "mgpu_check.suite.collectives.on_ranks"
 MATCH = "mgpu_check.suite.collectives.calls:assert_collectives_match"
@@ -84,16 +80,14 @@ def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
 @examples(3, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds, more=MORE)
 def test_options_of_collectives(ranks: Ranks, size: int, seed: int, more: bool) -> None:
-    """Collectives are right with each pair of options: dtype, operation, layout, size, root, group, in flight, and in a
-    coalescing manager."""
+    """Collectives are right with each pair of options, from dtype and layout to group and coalescing manager."""
     assert_shared(ranks.run(MATCH, calls.options(size, seed, complete=more), size=size))
 
 
 @examples(12, quick=2)
 @given(data=st.data(), size=calls.worlds(), seed=calls.seeds)
 def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
-    """Collectives in a group involve its members only, other ranks keep their data, and new subgroups have the right
-    members."""
+    """Collectives in a group involve its members only, others keep their data, and subgroups have the right members."""
     groups = data.draw(calls.partitions(size), label="groups")
     ranks.run(f"{ON_RANKS}:assert_groups_match", calls.in_groups(groups, seed), size=size)
 
@@ -142,8 +136,7 @@ def test_barriers(ranks: Ranks, size: int, late: int, outside: int) -> None:
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_functional_collectives(ranks: Ranks, size: int, seed: int) -> None:
-    """Functional collectives return the results of their models, along each dimension, and leave their input
-    unchanged."""
+    """Functional collectives return the results of their models along each dimension, and keep their input."""
     ranks.run(f"{ON_RANKS}:assert_functional_match_in_groups", seed, size=size)
 
 
@@ -164,8 +157,7 @@ def test_coalesced_collectives(ranks: Ranks, size: int, dtype: str, seed: int) -
 @examples(8, quick=2)
 @given(size=calls.worlds())
 def test_device_meshes(ranks: Ranks, size: int) -> None:
-    """In a device mesh each rank has the right coordinates, and collectives along a dimension involve the right
-    ranks."""
+    """In a device mesh ranks have the right coordinates, and collectives along a dimension involve the right ranks."""
     ranks.run(f"{ON_RANKS}:assert_meshes_match", steps.mesh_shapes(size), size=size)
 
 

@@ -18,10 +18,8 @@ _Place = tuple[str, int]
 def in_pairs(options: Mapping[str, Sequence[Any]], allowed: Callable[[_Row], bool] = lambda row: True) -> list[_Row]:
     """Return rows of options that together have each allowed pair of values. The same options give the same rows.
 
-    Args:
-        options: the values of each option; the first one is used where no pair is missing.
-        allowed: whether options may occur together. It gets rows that lack options, too. Other options must have a
-            value that each allowed row may be completed with.
+    The first value of an option is used where no pair is missing. `allowed` says whether options may occur together. It
+    gets rows that lack options, too. Other options must have a value that each allowed row may be completed with.
     """
     if len(options) == 1:
         return [{name: value} for name, values in options.items() for value in values]
@@ -50,11 +48,7 @@ def drawn_rows(
     more: bool,
     share: int = 4,
 ) -> list[_Row]:
-    """Return the rows of `in_pairs`, or every `share`-th of them, from one that the seed selects.
-
-    Args:
-        more: whether to return all rows.
-    """
+    """Return the rows of `in_pairs`: all with `more`, else every `share`-th of them, from one that the seed selects."""
     rows = in_pairs(options, allowed)
     return rows if more else rows[seed % min(share, len(rows)) :: share]
 

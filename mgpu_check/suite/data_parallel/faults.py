@@ -25,8 +25,7 @@ from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, cau
 
 MANY = 1 << 16
 
-ONE_DEVICE = When("one device", lambda *args: True)
-"""The last device, which `copied` and `copied_together` select."""
+ONE_DEVICE = When("one device", lambda *args: True)  # the last device, which `copied` and `copied_together` select
 
 data_parallel_module = sys.modules["torch.nn.parallel.data_parallel"]
 """The module. The package attribute of this name is the function `data_parallel`."""
@@ -98,9 +97,7 @@ def replica_parts(change: Callable[[nn.Module, nn.Module], object]) -> Context:
 
 def hooks_of_replicas(register: str) -> Planter:
     """Plant a change of what hooks with keyword arguments return on replicas.
-
-    It gets the arguments of the hook without the module, and the result.
-    """
+    It gets the arguments of the hook without the module, and the result."""
 
     def plant(change: Callable[[tuple[Any, ...], Any], Any]) -> Context:
         def registered(real: Any, self: nn.Module, hook: Any, *, with_kwargs: bool = False, **options: Any) -> Any:
@@ -272,8 +269,7 @@ in_replicas = caught_by("test_replicas")
 several_calls = caught_by("test_several_calls")
 buffers = caught_by("test_buffers")
 
-_BUFFER = 10 << 20
-"""Size of a buffer of `broadcast_coalesced` and `reduce_add_coalesced`, in bytes."""
+_BUFFER = 10 << 20  # size of a buffer of `broadcast_coalesced` and `reduce_add_coalesced`, in bytes
 
 
 def _ends(tensors: Sequence[torch.Tensor]) -> list[int]:

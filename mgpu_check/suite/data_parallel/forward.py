@@ -90,8 +90,7 @@ def require_same(label: str, got: Any, expected: Any, device: torch.device, rank
 
 
 _WIDTH = 6
-_LARGE_ROWS = 9001
-"""Columns of one output: thirty rows of it exceed 1 MiB."""
+_LARGE_ROWS = 9001  # columns of one output: thirty rows of it exceed 1 MiB
 
 
 def _named(devices: Devices) -> str:
@@ -117,9 +116,7 @@ class _Several(nn.Module):
 
 def assert_outputs_ordered(devices: Devices, rows: int, position: int, seed: int) -> None:
     """Assert that outputs of all forms are gathered whole and in order on the output device.
-
-    The output device is the default, which is the first, or the one at `position`, modulo the number of devices.
-    """
+    The output device is the default, which is the first, or the one at `position`, modulo the number of devices."""
     x = distinct_rows(rows, seed)
     expected = _Several()(x)
     for number, order in enumerate(both_ways(devices)):
@@ -240,9 +237,7 @@ def _arguments(
 
 def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed: int) -> None:
     """Assert that each replica gets its part of tensors on its device, and other arguments unchanged.
-
-    With the devices in the given order tensors are positional if `positional`, and in the reverse order if not.
-    """
+    With the devices in the given order tensors are positional if `positional`, and in the reverse order if not."""
     for order in both_ways(devices):
         x = distinct_rows(rows, seed + 2)
         model, label = _RecordingModule().to(order[0]), f"{_named(order)}, tensors in keyword arguments alone"
@@ -276,9 +271,7 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
 
 def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
     """Assert that threads of replicas have the caller's training flag, gradient mode, autocast, and own devices.
-
-    Calls without gradients are in inference mode if `inference`; in the reverse order of devices if not.
-    """
+    Calls without gradients are in inference mode if `inference`; in the reverse order of devices if not."""
     for number, order in enumerate(both_ways(devices)):
         x = distinct_rows(2 * len(order), seed)
         for index in range(8):
@@ -347,9 +340,7 @@ class _Refusing(nn.Module):
 
 def assert_exceptions_named(devices: Devices, position: int, exception_type: type[Exception]) -> None:
     """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call works.
-
-    The replica at `position`, modulo the number of devices, raises it.
-    """
+    The replica at `position`, modulo the number of devices, raises it."""
     for number, order in enumerate(both_ways(devices)):
         at = (position + number) % len(order)
         x = torch.arange(float(2 * len(order))).view(-1, 1)
@@ -380,9 +371,7 @@ class _Scaled(nn.Module):
 
 def assert_functional_form_agrees(devices: Devices, rows: int, position: int, seed: int) -> None:
     """Assert that `data_parallel`, with each of its arguments, gives the outputs and gradients of the module.
-
-    Its four parts must do so too. The output device is the one at `position`, modulo the number of devices.
-    """
+    Its four parts must do so too. The output device is the one at `position`, modulo the number of devices."""
     x, shift, factors = (distinct_rows(max(rows, 1), seed + number) for number in range(3))
     for number, order in enumerate(both_ways(devices)):
         _assert_parts_agree(order, x)

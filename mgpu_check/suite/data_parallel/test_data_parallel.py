@@ -6,8 +6,6 @@ needs a tolerance. Each check uses the devices in the drawn order and in its rev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,21 +13,17 @@ from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import examples, whole_runs
 from mgpu_check.oracles.training.cases import PLAIN, WholeRun
-
-if TYPE_CHECKING:
-    import torch
+from mgpu_check.plugin.ranks import Gpus
 
 FORWARD = "mgpu_check.suite.data_parallel.forward"
 TRAINING = "mgpu_check.suite.data_parallel.training"
 
 Runs = tuple[WholeRun, ...]
-Gpus = tuple["torch.device", ...]
 ORDERS = strategies.device_orders()
 SEEDS = strategies.seeds()
 RARE = ("float64 inside", "bfloat16 inside", "listed")
 ROWS = st.sampled_from((9, 40, 1, 2, 8, 13, 4))
-POSITIONS = st.integers(0, 7)
-"""Positions in the list of devices, modulo its length."""
+POSITIONS = st.integers(0, 7)  # positions in the list of devices, modulo its length
 
 
 @examples(14, quick=4)
@@ -70,8 +64,7 @@ def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=3)
 @given(order=ORDERS, inference=st.booleans(), seed=SEEDS)
 def test_modes(gpus: Gpus, order: tuple[int, ...], inference: bool, seed: int) -> None:
-    """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current
-    device."""
+    """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own device."""
     NamedFunction(f"{FORWARD}:assert_modes_seen")([gpus[index] for index in order], inference, seed)
 
 
@@ -132,8 +125,7 @@ def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",), least=2))
 def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Gradients of two forward passes before one backward pass add up, and later passes see in-place parameter
-    changes."""
+    """Gradients of two forward passes before one backward pass add up; later passes see in-place changes."""
     NamedFunction(f"{TRAINING}:assert_backward_of_several_calls")([gpus[index] for index in order], runs)
 
 

@@ -74,9 +74,7 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
 
 def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that in training only the first device's shard changes buffers, and that evaluation does not change them.
-
-    All replicas must start with the module's buffers: their outputs depend on these.
-    """
+    All replicas must start with the module's buffers: their outputs depend on these."""
     with oracle.exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
@@ -115,8 +113,7 @@ def _average(order: Devices, seed: int) -> None:
 
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed
-    parameters."""
+    """Assert that two forward passes before a backward pass add gradients, and later passes use changed parameters."""
     with oracle.exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
@@ -203,9 +200,7 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
 
 def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients of gradients, as for a gradient penalty, equal those of one device with `DataParallel`.
-
-    The one device is the CPU. The computation is in float64, which holds all of these whole numbers exactly.
-    """
+    The one device is the CPU. The computation is in float64, which holds all of these whole numbers exactly."""
     with oracle.exact_arithmetic():
         for run in runs:
             x, targets = (tensor.double() for tensor in run.batches()[0])
@@ -219,9 +214,7 @@ def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the gradient of a weighted sum of gradients, by name of parameter.
-
-    A batch in float64 goes through `called`, the model or its wrapper.
-    """
+    A batch in float64 goes through `called`, the model or its wrapper."""
     outputs = called(x)
     named = dict(model.named_parameters())
     loss = (outputs.square() * targets.remainder(4)).sum()

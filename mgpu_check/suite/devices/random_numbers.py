@@ -64,9 +64,7 @@ def _require_same(before: dict[str, int], after: dict[str, int], condition: str,
 
 def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that seeding affects the right generators, and that drawing affects only the generator of its device.
-
-    `torch.manual_seed` and `manual_seed_all` must seed all devices, and `torch.cuda.manual_seed` the current one.
-    """
+    `torch.manual_seed` and `manual_seed_all` must seed all devices, and `torch.cuda.manual_seed` the current one."""
     with current_device_kept(), _generators_kept():
         _seeds(devices, seed)
         _independence(devices, seed)
@@ -126,9 +124,7 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
 
 def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that a restored generator state gives the same numbers again, and that generators are independent.
-
-    The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
-    """
+    The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`."""
     with _generators_kept():
         for number, device in enumerate(devices):
             torch.cuda.manual_seed_all(seed + number)

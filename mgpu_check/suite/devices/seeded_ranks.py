@@ -10,17 +10,11 @@ from mgpu_check.errors import DeviceMismatch
 
 @dataclass(frozen=True)
 class DrawnBy:
-    """Digests of a rank's random numbers, by name of the drawing function.
+    """Digests of a rank's random numbers, by name of the drawing function."""
 
-    Attributes:
-        model: the model of the rank's GPU.
-        same: the digests with the seed that all ranks share.
-        own: the digests with a seed that no other rank has.
-    """
-
-    model: str
-    same: Mapping[str, int]
-    own: Mapping[str, int]
+    model: str  # the model of the rank's GPU
+    same: Mapping[str, int]  # the digests with the seed that all ranks share
+    own: Mapping[str, int]  # the digests with a seed that no other rank has
 
 
 def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:

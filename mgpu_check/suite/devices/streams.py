@@ -133,9 +133,7 @@ def _require_counted(device: torch.device) -> None:
 
 def assert_guards_restore(devices: Sequence[torch.device]) -> None:
     """Assert that guards of devices and streams restore the previous ones, after a normal end and after an exception.
-
-    Guards are nested too. Work on a device other than the current one must not change the current device.
-    """
+    Guards are nested too. Work on a device other than the current one must not change the current device."""
     with current_device_kept():
         for start in devices:
             for target in devices:
@@ -276,8 +274,7 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> None:
         raise DeviceMismatch(f"{subject} on cuda:{got}, expected on cuda:{expected}", ranks=sorted({expected, got}))
 
 
-_CYCLES = 2_000_000
-"""Cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early."""
+_CYCLES = 2_000_000  # cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early
 _ELEMENTS = (1 << 16) + 3
 _CLOCKS_APART = 0.02, 0.05
 """Greatest difference of the clocks of host and device, as a share and in ms: a wrong unit differs by far more."""

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import MORE, examples
-
-if TYPE_CHECKING:
-    import torch
-
-    from mgpu_check import Ranks
+from mgpu_check.plugin.ranks import Gpus, Ranks
 
 COPIES = "mgpu_check.oracles.devices.copies"
 STREAMS = "mgpu_check.suite.devices.streams"
@@ -22,36 +16,35 @@ RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
 
 @examples(2, quick=1)
 @given(seed=strategies.seeds(), more=MORE)
-def test_copies_around_borders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Copies around 64 KiB, 1 MiB and up to 4 MiB arrive whole between all devices and the host, and write nothing
-    else."""
+def test_copies_around_borders(gpus: Gpus, seed: int, more: bool) -> None:
+    """Copies around 64 KiB, 1 MiB and 4 MiB arrive whole between all devices and the host, and write nothing else."""
     NamedFunction(f"{COPIES}:assert_copies_whole")(gpus, seed, more=more)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_copies_of_every_dtype(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_copies_of_every_dtype(gpus: Gpus, seed: int) -> None:
     """Every copying call keeps every bit of each dtype and layout in both directions, NaN payloads included."""
     NamedFunction(f"{COPIES}:assert_copies_arrive")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_copies_that_convert(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_copies_that_convert(gpus: Gpus, seed: int) -> None:
     """A copy to another device and dtype gives the same values as a conversion on the CPU."""
     NamedFunction(f"{COPIES}:assert_casts_arrive")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_copies_of_pinned_memory(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_copies_of_pinned_memory(gpus: Gpus, seed: int) -> None:
     """Copies from and to pinned memory arrive, also if the host waits only for a stream or an event."""
     NamedFunction(f"{COPIES}:assert_pinned_copies_arrive")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_modules_move(gpus: Gpus, seed: int) -> None:
     """A module moves with all its state: parameters, gradients, non-persistent buffers, tied weights and modes.
 
     A packed sequence moves with its order.
@@ -61,69 +54,69 @@ def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_copies_have_memory_of_their_own(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_copies_have_memory_of_their_own(gpus: Gpus, seed: int) -> None:
     """Documented copies have memory of their own, and documented views share the memory of their source."""
     NamedFunction("mgpu_check.oracles.devices.copies:assert_memory_owned")(gpus, seed)
 
 
-def test_cuda_follows_the_current_device(gpus: tuple[torch.device, ...]) -> None:
+def test_cuda_follows_the_current_device(gpus: Gpus) -> None:
     """The device "cuda" without an index is the current device, in any order of devices."""
     NamedFunction(f"{STREAMS}:assert_cuda_follows")(gpus)
 
 
-def test_guards_restore(gpus: tuple[torch.device, ...]) -> None:
+def test_guards_restore(gpus: Gpus) -> None:
     """Guards of devices and streams restore the previous one, also when nested or left by an exception."""
     NamedFunction(f"{STREAMS}:assert_guards_restore")(gpus)
 
 
-def test_threads_have_their_own_device(gpus: tuple[torch.device, ...]) -> None:
+def test_threads_have_their_own_device(gpus: Gpus) -> None:
     """Each thread has a current device of its own."""
     NamedFunction(f"{STREAMS}:assert_threads_apart")(gpus)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_host_waits_for_streams(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_host_waits_for_streams(gpus: Gpus, seed: int) -> None:
     """After a wait for a stream, an event, or a stream that depends on them, the host sees the queued work done."""
     NamedFunction(f"{STREAMS}:assert_host_waits")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_streams_wait_for_each_other(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_streams_wait_for_each_other(gpus: Gpus, seed: int) -> None:
     """A stream that waits for a stream of any device sees its writes, and memory in use is not allocated again."""
     NamedFunction(f"{STREAMS}:assert_devices_wait")(gpus, seed)
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
-def test_graphs_replay(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_graphs_replay(gpus: Gpus, seed: int) -> None:
     """CUDA graphs replay on the present values of their inputs, and graphed layers train."""
     NamedFunction("mgpu_check.suite.devices.streams:assert_graphs_replay")(gpus, seed)
 
 
-def test_events_tell_the_time(gpus: tuple[torch.device, ...]) -> None:
+def test_events_tell_the_time(gpus: Gpus) -> None:
     """An event completes when its stream reaches it, and not before."""
     NamedFunction(f"{STREAMS}:assert_events_tell")(gpus)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_generators_are_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_generators_are_apart(gpus: Gpus, seed: int) -> None:
     """Seeds affect the named devices only, and drawing on one device does not change the others."""
     NamedFunction(f"{RANDOM_NUMBERS}:assert_generators_apart")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_states_of_generators_return(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_states_of_generators_return(gpus: Gpus, seed: int) -> None:
     """A restored generator state gives the same numbers again."""
     NamedFunction(f"{RANDOM_NUMBERS}:assert_states_return")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_dropout(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_dropout(gpus: Gpus, seed: int) -> None:
     """Dropout follows its seed, drops the requested share, and drops the same elements in backward as in forward."""
     NamedFunction(f"{RANDOM_NUMBERS}:assert_dropout_as_seeded")(gpus, seed)
 
@@ -131,8 +124,7 @@ def test_dropout(gpus: tuple[torch.device, ...], seed: int) -> None:
 @examples(4, quick=1)
 @given(size=strategies.all_devices(), seed=strategies.seeds())
 def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
-    """Ranks with one seed draw the same numbers on GPUs of one model, and ranks with different seeds draw different
-    ones."""
+    """Ranks with one seed draw the same numbers on GPUs of one model, and with different seeds different ones."""
     from mgpu_check.suite.devices.seeded_ranks import assert_ranks_draw_as_seeded
 
     assert_ranks_draw_as_seeded(ranks.run("mgpu_check.suite.devices.random_numbers:drawn_by", seed, size=size))
@@ -140,11 +132,11 @@ def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_map_location(gpus: tuple[torch.device, ...], seed: int) -> None:
+def test_map_location(gpus: Gpus, seed: int) -> None:
     """`torch.load` puts tensors where each form of `map_location` says, bit for bit, and keeps shared memory shared."""
     NamedFunction("mgpu_check.suite.devices.memory:assert_loads_arrive")(gpus, seed)
 
 
-def test_memory_recovers(gpus: tuple[torch.device, ...]) -> None:
+def test_memory_recovers(gpus: Gpus) -> None:
     """A device refuses an allocation that does not fit, keeps its data, counts both, and continues to work."""
     NamedFunction("mgpu_check.suite.devices.memory:assert_memory_recovers")(gpus)

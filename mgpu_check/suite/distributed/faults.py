@@ -76,8 +76,7 @@ def later(text: str, than: int) -> When:
 
 
 def slicewise(condition: When, test: Callable[[torch.Tensor], bool]) -> Planter:
-    """Plant a change of the part of a bucket of each parameter that passes `test`; it gets part, parameter and
-    model."""
+    """Plant a change of the part of a bucket of each parameter that passes `test`: it gets part, parameter, model."""
 
     def plant(change: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
         def changed(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> None:

@@ -26,8 +26,7 @@ from mgpu_check.oracles.training.reference_training import Gradients, Rows, judg
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, under_ddp
 
-Hook = Callable[[Any, Any], Any]
-"""A communication hook: it takes a state, such as a process group, and a bucket."""
+Hook = Callable[[Any, Any], Any]  # a communication hook: it takes a state, such as a process group, and a bucket
 
 _COMPRESSING: tuple[tuple[Hook, torch.dtype], ...] = (
     (default_hooks.fp16_compress_hook, torch.float16),
@@ -49,9 +48,7 @@ def _wrapped() -> list[tuple[Hook, torch.dtype]]:
 
 def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequence[WholeRun]) -> None:
     """Assert that `allreduce_hook`, and a user's hook that sums and divides, give the gradients of DDP without a hook.
-
-    `long` runs have more steps, and are for `allreduce_hook` only.
-    """
+    `long` runs have more steps, and are for `allreduce_hook` only."""
     with judged() as findings:
         for name, hook, megabytes, trained in (
             ("allreduce_hook, small buckets", default_hooks.allreduce_hook, SMALL_BUCKET, runs),
@@ -150,8 +147,7 @@ def _quantized(run: WholeRun, member: Member, findings: Findings, name: str, opt
 
 
 def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
-    """Multiply targets, and so gradients, by an odd number, so that sums need all bits of `dtype` but are still
-    exact."""
+    """Multiply targets, and so gradients, by an odd number, so that sums need all bits of `dtype` but stay exact."""
     shard_gradients = replica.one.parts(shards)
     largest = max(float(torch.stack(terms_of(shard_gradients, name)).abs().sum(0).max()) for name in shard_gradients[0])
     # A rank's own gradients are larger by the number of ranks until the hook divides, and float16 ends at 65504.

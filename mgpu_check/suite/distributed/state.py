@@ -22,8 +22,7 @@ from mgpu_check.oracles.training.training_steps import split
 from mgpu_check.suite.distributed.training import Replica, train, under_ddp
 from mgpu_check.torch_hooks.tensors import name_of
 
-_STEPS_COUNTED = 4_099
-"""Not representable in bfloat16 or float16."""
+_STEPS_COUNTED = 4_099  # not representable in bfloat16 or float16
 
 
 def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
@@ -220,9 +219,7 @@ def _unlike(got: Any, expected: Any) -> str | None:
 
 def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that evaluation between steps gives the outputs of one device and does not change later steps.
-
-    In every second run only rank 0 evaluates.
-    """
+    In every second run only rank 0 evaluates."""
     with judged() as findings:
         for number, run in enumerate(runs):
             replica = Replica(run, rank, findings, label="evaluated between steps")
@@ -244,9 +241,7 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
 
 def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that training continues exactly when rank 0 saves model and optimizer, and all ranks load them.
-
-    An optimizer of narrow parameters has counted more steps than their dtype can represent.
-    """
+    An optimizer of narrow parameters has counted more steps than their dtype can represent."""
     with judged() as findings:
         for run in runs:
             replica = Replica(run, rank, findings, label="from a checkpoint")

@@ -7,17 +7,13 @@ needs a tolerance. One exception: if the number of ranks is not a power of two, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.oracles.strategies import MORE, examples, mostly_all, seeds, whole_runs
 from mgpu_check.oracles.training.cases import PLAIN, WholeRun
-
-if TYPE_CHECKING:
-    from mgpu_check import Ranks
+from mgpu_check.plugin.ranks import Ranks
 
 Runs = tuple[WholeRun, ...]
 SEEDS = seeds()
@@ -33,8 +29,7 @@ def test_models(ranks: Ranks, size: int, runs: Runs) -> None:
 @examples(8, quick=1)
 @given(size=mostly_all(), runs=whole_runs(("deep", "wide"), least=3))
 def test_buckets(ranks: Ranks, size: int, runs: Runs) -> None:
-    """Gradients match one device with many small buckets, and with parameters above 64 Ki elements, as copies or
-    views."""
+    """Gradients match one device with many small buckets, and with parameters above 64 Ki, as copies or views."""
     ranks.run("mgpu_check.suite.distributed.training:assert_buckets_reduced", runs, size=size)
 
 
@@ -48,8 +43,7 @@ def test_pairs_of_options(ranks: Ranks, size: int, runs: Runs, more: bool) -> No
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("heads",), least=3, most=4))
 def test_unused_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
-    """find_unused_parameters: gradients of parameters used by some ranks are averaged over all; those used by none get
-    none."""
+    """find_unused_parameters: gradients of parameters that some ranks use are averaged over all; unused get none."""
     ranks.run("mgpu_check.suite.distributed.training:assert_unused_parameters_reduced", runs, size=size)
 
 
@@ -78,8 +72,7 @@ def test_process_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) ->
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("deep",), least=2), long=whole_runs(("mlp",), least=4, most=4))
 def test_averaging_hooks(ranks: Ranks, size: int, runs: Runs, long: Runs) -> None:
-    """allreduce_hook, and a user's hook that sums and divides, get every gradient once and give the same result as no
-    hook."""
+    """allreduce_hook, and a user's hook that sums and divides, get every gradient once and act like no hook."""
     ranks.run("mgpu_check.suite.distributed.hooks:assert_averaging_hook_exact", runs, long, size=size)
 
 
@@ -93,8 +86,7 @@ def test_compressing_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=4, most=4), more=MORE)
 def test_low_rank_hook(ranks: Ranks, size: int, runs: Runs, more: bool) -> None:
-    """PowerSGD is exact until it starts to compress, then equal on all ranks, and loses no part of a gradient for
-    good."""
+    """PowerSGD is exact until it starts to compress, then equal on all ranks, and loses no gradient for good."""
     ranks.run("mgpu_check.suite.distributed.hooks:assert_low_rank_hook_exact", runs, more=more, size=size)
 
 
@@ -116,16 +108,14 @@ def test_model_averagers(ranks: Ranks, size: int) -> None:
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "lenet"), least=2))
 def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
-    """no_sync: gradients are local within it, and those of all micro-batches of all ranks after the next
-    synchronization."""
+    """no_sync: gradients are local within it, and those of all micro-batches of all ranks after the next sync."""
     ranks.run("mgpu_check.suite.distributed.training:assert_accumulation_exact", runs, size=size)
 
 
 @examples(8, quick=1)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_uneven_inputs(ranks: Ranks, size: int, runs: Runs) -> None:
-    """join: ranks without batches leave the mean to the others and end with their parameters, or all ranks stop
-    together."""
+    """join: ranks without batches leave the mean to others and end with their parameters, or all ranks stop."""
     ranks.run("mgpu_check.suite.distributed.training:assert_uneven_inputs_joined", runs, size=size)
 
 
@@ -153,8 +143,7 @@ def test_state_of_the_start(ranks: Ranks, size: int, seed: int) -> None:
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("counting", "counting"), least=2))
 def test_buffers(ranks: Ranks, size: int, runs: Runs) -> None:
-    """Each step starts from rank 0's buffers of int64, float32 and bool, or without broadcast_buffers from the rank's
-    own."""
+    """Each step starts from rank 0's buffers of all dtypes, or without broadcast_buffers from the rank's own."""
     ranks.run("mgpu_check.suite.distributed.state:assert_buffers_follow_the_first_rank", runs, size=size)
 
 
@@ -189,8 +178,7 @@ def test_evaluation(ranks: Ranks, size: int, runs: Runs) -> None:
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "mlp"), least=2))
 def test_checkpoint(ranks: Ranks, size: int, runs: Runs) -> None:
-    """Training continues without a difference from a checkpoint that rank 0 saves and every rank loads to its
-    device."""
+    """Training continues without a difference from a checkpoint that rank 0 saves and every rank loads."""
     ranks.run("mgpu_check.suite.distributed.state:assert_checkpoint_goes_on", runs, size=size)
 
 

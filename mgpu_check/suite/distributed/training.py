@@ -190,9 +190,7 @@ class Replica:
 
     def finish(self, shard_gradients: list[Gradients], *, from_exact: bool = False) -> None:
         """Take the optimizer's step, compare parameters, and make them whole numbers again.
-
-        With `from_exact` step with the exact gradients, because DDP has scaled its own differently.
-        """
+        With `from_exact` step with the exact gradients, because DDP has scaled its own differently."""
         expected = oracle.total(shard_gradients)
         self.put_exact(expected, always=from_exact)
         self.optimizer.step()
@@ -239,11 +237,9 @@ def train(run: WholeRun, member: Rank | Member, findings: Findings, **how: Any) 
     return replica
 
 
-_LARGE = (1 << 18) + 4099
-"""Elements of float32 with more than 1 MiB."""
+_LARGE = (1 << 18) + 4099  # elements of float32 with more than 1 MiB
 
-SMALL_BUCKET = 0.0001
-"""MiB, about 100 bytes: so small that nearly every parameter has its own bucket."""
+SMALL_BUCKET = 0.0001  # MiB, about 100 bytes: so small that nearly every parameter has its own bucket
 
 
 def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -257,9 +253,7 @@ def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients in many buckets, as copies and as views, equal those of one device.
-
-    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`.
-    """
+    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`."""
     with judged() as findings:
         _judge_large_bucket(rank, findings)
         for run in runs:
@@ -298,9 +292,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
     """Assert that a run under DDP trains as on one device with each pair of options.
-
-    With `more` all rows of options are tried, else a quarter of them, by the seed of the run.
-    """
+    With `more` all rows of options are tried, else a quarter of them, by the seed of the run."""
     accepted = inspect.signature(DistributedDataParallel.__init__).parameters
     options = {name: values for name, values in _OPTIONS.items() if name in accepted}
     with judged() as findings:
@@ -347,9 +339,7 @@ def _judge_large_bucket(rank: Rank, findings: Findings) -> None:
 
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those of no rank.
-
-    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used.
-    """
+    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used."""
     with judged() as findings:
         for run in runs:
             for view in (False, True):
@@ -416,9 +406,7 @@ def own_group(rank: Rank, first_group: Sequence[int]) -> Iterator[tuple[list[int
 
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients accumulate over micro-batches: local ones within no_sync, averaged ones after the last.
-
-    An exception within no_sync must end it too. Every second step zeroes the gradient tensors of the step before.
-    """
+    An exception within no_sync must end it too. Every second step zeroes the gradient tensors of the step before."""
     with judged() as findings:
         for run in runs:
             view = bool(run.seed % 2)  # seeds follow each other
@@ -621,9 +609,7 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that a GradScaler keeps gradients, and that an infinity on a rank makes all skip and halve the scale.
-
-    If one of two optimizers has infinite gradients, only the other may step.
-    """
+    If one of two optimizers has infinite gradients, only the other may step."""
     with judged() as findings:
         _judge_two_optimizers(rank, findings)
         for run in runs:

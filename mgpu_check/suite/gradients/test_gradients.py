@@ -6,8 +6,6 @@ tolerance is measured on each example; see `mgpu_check.numerics.steps`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +14,7 @@ from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import examples, trainings
 from mgpu_check.oracles.training.cases import TrainingSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from mgpu_check import Ranks
+from mgpu_check.plugin.ranks import Gpus, Ranks
 
 CHECKS = "mgpu_check.oracles.training.gradients"
 
@@ -35,23 +29,21 @@ UNEVEN = st.sampled_from((5, 7, 11, 13)) | st.integers(2, 16)
 @st.composite
 def in_buckets(draw: st.DrawFn) -> tuple[TrainingSpec, bool]:
     """Draw a training, and whether DDP has small buckets: three times in four, and then with two steps or more.
-
-    The first step of DDP always has one bucket, so small buckets need a second step.
-    """
+    The first step of DDP always has one bucket, so small buckets need a second step."""
     small = draw(st.sampled_from((False, True, True, True)))
     return draw(trainings(PLAIN, steps=st.integers(2, 3) if small else None)), small
 
 
 @examples(30, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(PLAIN))
-def test_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
+def test_data_parallel(gpus: Gpus, devices: int, training: TrainingSpec) -> None:
     """`nn.DataParallel` and one device agree in gradients and parameters, for even and uneven batches."""
     NamedFunction(f"{CHECKS}:assert_data_parallel_agrees")(training, gpus[:devices])
 
 
 @examples(24, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(("mlp", "lenet")))
-def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
+def test_step_by_hand(gpus: Gpus, devices: int, training: TrainingSpec) -> None:
     """A step by hand (loss summed per shard, gradients added up, SGD on bare parameters) agrees with one device."""
     NamedFunction(f"{CHECKS}:assert_step_by_hand_agrees")(training, gpus[:devices])
 
@@ -59,8 +51,7 @@ def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: Tr
 @examples(30, quick=4)
 @given(size=strategies.world_sizes(), training=in_buckets(), view=st.booleans())
 def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[TrainingSpec, bool], view: bool) -> None:
-    """`DistributedDataParallel` and one device agree for even and uneven batches, empty shards, one bucket and
-    several."""
+    """DDP and one device agree for even and uneven batches, empty shards, one bucket and several."""
     spec, small = training
     ranks.run(DISTRIBUTED, spec, size=size, gradient_as_bucket_view=view, bucket_cap_mb=0.001 if small else None)
 
@@ -82,7 +73,7 @@ def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) ->
 
 @examples(24, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(("convnet",), batch=UNEVEN, steps=NORMED_STEPS))
-def test_batchnorm_in_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
+def test_batchnorm_in_data_parallel(gpus: Gpus, devices: int, training: TrainingSpec) -> None:
     """BatchNorm in DataParallel normalises shard by shard, and keeps the statistics of the first device only."""
     NamedFunction(f"{CHECKS}:assert_data_parallel_agrees")(training, gpus[:devices])
 
@@ -99,8 +90,7 @@ def test_batchnorm_in_distributed_data_parallel(ranks: Ranks, size: int, trainin
 @examples(20, quick=4)
 @given(size=strategies.world_sizes(), training=trainings(("convnet",), steps=NORMED_STEPS))
 def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
-    """With BatchNorm in evaluation mode, DDP agrees with one device on the whole batch, and statistics stay
-    unchanged."""
+    """With BatchNorm in evaluation mode, DDP agrees with one device on the whole batch, and keeps the statistics."""
     ranks.run(DISTRIBUTED, training, size=size, evaluation=True)
 
 
@@ -110,7 +100,7 @@ def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec
     devices=strategies.device_counts(least=2),
     training=trainings(("resnet18",), batch=st.sampled_from((4, 8, 6)), steps=st.just(1)),
 )
-def test_resnet18_in_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
+def test_resnet18_in_data_parallel(gpus: Gpus, devices: int, training: TrainingSpec) -> None:
     """A ResNet-18 with BatchNorm in DataParallel agrees with one device that goes through the batch shard by shard."""
     from mgpu_check.oracles.training.gradients import assert_data_parallel_agrees
 

@@ -50,9 +50,8 @@ class Launched:
 def arguments_for(count: int, *, speed: bool = False) -> list[str]:
     """Return arguments of the script that give `count` ranks together the same batches as a single rank.
 
-    Args:
-        speed: for a timing, where the GPU needs longer for a batch than its collation takes. A batch needs about 10^11
-            operations. In each rank, the samples of an epoch take 16 MiB per rank of the world.
+    With `speed`, for a timing, the GPU needs longer for a batch than its collation takes: a batch needs about 10^11
+    operations. In each rank, the samples of an epoch take 16 MiB per rank of the world.
     """
     batch = count * (_OF_A_RANK_FOR_SPEED if speed else _OF_A_RANK)
     others = ["--width=2048", "--layers=16"] if speed else ["--dtype=float64"]
@@ -181,11 +180,8 @@ def assert_rank_is_told(rank: Rank) -> None:
 
 
 def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
-    """Assert that the script trains on `count` devices like on one under torchrun's agent; see `assert_trained`.
-
-    Returns:
-        the time of an epoch on one device and on all, in words.
-    """
+    """Assert that the script trains on `count` devices like on one under torchrun's agent; see `assert_trained`. Return
+    the time of an epoch on one device and on all, in words."""
     simulated, worlds = simulated_device_count() is not None, sorted({1, count})
     runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
     assert_trained("torchrun", runs)

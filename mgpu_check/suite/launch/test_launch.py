@@ -6,12 +6,9 @@ The time of an epoch on one device and on all is measured and reported, but does
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.settings import active
-
-if TYPE_CHECKING:
-    from mgpu_check import Ranks
 
 _SECONDS_OF_A_RANK = 20.0  # for the import of torch, while other ranks import it too
 

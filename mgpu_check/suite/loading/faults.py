@@ -233,8 +233,7 @@ _MIB = 1 << 20
 _ITERATOR = dataloader._MultiProcessingDataLoaderIter
 
 
-_WORKER_LOOP = given(worker, "_worker_loop")
-"""Of its arguments 8 is the base seed, and 10 the number of the worker."""
+_WORKER_LOOP = given(worker, "_worker_loop")  # of its arguments 8 is the base seed, and 10 the number of the worker
 
 
 def _collating(sample_type: type) -> Planter:

@@ -147,8 +147,7 @@ def assert_batch(
             )
 
 
-LARGE = 300_000
-"""Features of a large sample, which takes 1.2 MB in float32."""
+LARGE = 300_000  # features of a large sample, which takes 1.2 MB in float32
 
 
 @contextmanager
@@ -195,9 +194,7 @@ def assert_batches(
 
 def assert_last_batches() -> None:
     """Assert that loaders yield each sample of a rank's share, also in a last batch that is not full.
-
-    ``len`` must be the number of batches.
-    """
+    ``len`` must be the number of batches."""
     for length, batch_size, drop_last, world in itertools.product(
         (0, 1, 2, 3, 5, 8, 9, 17), (1, 2, 3, 4, 8, 32), (False, True), (1, 3)
     ):
@@ -329,9 +326,7 @@ def sent(batch: Any, device: torch.device) -> Any:
 @torchs_own_warnings()
 def assert_partitions(seed: int) -> None:
     """Assert that `recipes.tutorials.partitions` and `random_split` make the same disjoint parts on all ranks.
-
-    Each place of a part, of a `Subset` or of a `ConcatDataset` must hold the right sample.
-    """
+    Each place of a part, of a `Subset` or of a `ConcatDataset` must hold the right sample."""
     for length, sizes in itertools.product((0, 1, 5, 10, 23), ((1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.25,) * 4)):
         dataset = Numbered(length)
         ways: dict[str, Any] = {
@@ -373,9 +368,7 @@ def assert_partitions(seed: int) -> None:
 
 def assert_resumes(seed: int) -> None:
     """Assert that an epoch that is interrupted after any batch can be resumed, and that the next epoch is whole.
-
-    It resumes by skipping the seen batches, by a sampler with its own state, and by the state of a generator.
-    """
+    It resumes by skipping the seen batches, by a sampler with its own state, and by the state of a generator."""
     world, length, size, epoch = 2, 11, 2, 2
     dataset = Numbered(length)
     for rank in range(world):
@@ -415,8 +408,7 @@ def _checkpointed(state: Any) -> Any:
 
 
 _SIZE = 3
-_FIRST, _ALL = 8, 17
-"""Samples of the first of two chained datasets, and of all."""
+_FIRST, _ALL = 8, 17  # samples of the first of two chained datasets, and of all
 _STREAMS = ("stream", "chained streams")
 _OPTIONS: Mapping[str, Sequence[Any]] = {
     "dataset": ("tensors", "stacked", *_STREAMS),
@@ -437,8 +429,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
 """Options of DataLoader, the default first. `order` is its shuffle or its sampler."""
 _OF_WORKERS = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context")
 
-_initialized = -1
-"""The argument of worker_init_fn in this process."""
+_initialized = -1  # the argument of worker_init_fn in this process
 
 
 def _together(row: Mapping[str, Any]) -> bool:
@@ -457,9 +448,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 @torchs_own_warnings()
 def assert_loader_options_agree(seed: int, *, more: bool) -> None:
     """Assert that loaders yield the right batches in two epochs with each pair of options, and count those of streams.
-
-    With `more` all rows of options are loaded, else a tenth of them, by the seed.
-    """
+    With `more` all rows of options are loaded, else a tenth of them, by the seed."""
     for row in drawn_rows(_OPTIONS, _together, seed=seed, more=more, share=10):
         loader = _loader(row, seed)
         expected = _expected(row, seed)
@@ -574,9 +563,7 @@ def _judge(label: str, got: list[list[int]], expected: list[list[int]], row: Map
 @torchs_own_warnings()
 def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
     """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, without changing a bit.
-
-    A non-blocking copy sends each batch to the next of `devices`, where it is compared too.
-    """
+    A non-blocking copy sends each batch to the next of `devices`, where it is compared too."""
     for features, workers, length in ((4, 0, 9), (LARGE, 0, 2), (LARGE, 1, 3)):
         dataset = Numbered(length, features=features)
         loader = DataLoader(dataset, batch_size=2, pin_memory=True, num_workers=workers)
@@ -631,9 +618,7 @@ def _owned(batch: Any) -> dict[str, Any]:
 @torchs_own_warnings()
 def assert_pinned_by_themselves() -> None:
     """Assert that ``pin_memory`` of a loader calls the method `pin_memory` of an object once, and yields its result.
-
-    The object is the batch itself, or is in dicts, tuples, named tuples and lists.
-    """
+    The object is the batch itself, or is in dicts, tuples, named tuples and lists."""
     length, size = 3, 2
     dataset: Any = range(length)
     ways: tuple[tuple[str, int, Any, Any], ...] = (
@@ -664,9 +649,7 @@ _BATCH = 3
 
 def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
     """Assert that a `DistributedSampler` without a rank argument finds rank and world, and that all ranks agree.
-
-    Torch's global generators differ between ranks.
-    """
+    Torch's global generators differ between ranks."""
     torch.manual_seed(seed + rank.index)
     with Findings() as findings:
         for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
@@ -692,9 +675,7 @@ def _of_all(own: Any) -> list[Any]:
 @torchs_own_warnings()
 def assert_loaders_cover(rank: Rank, seed: int) -> None:
     """Assert that the ranks' loaders yield each sample once per epoch, on their devices, bit for bit, in equal batches.
-
-    They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`.
-    """
+    They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`."""
     dataset = Numbered(5 * rank.size + 2)
     sampler: Any = DistributedSampler(dataset, seed=seed)
     loader = DataLoader(dataset, _BATCH, sampler=sampler, num_workers=1, persistent_workers=True, pin_memory=True)
@@ -718,9 +699,7 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
 @torchs_own_warnings()
 def assert_streams_cover(rank: Rank) -> None:
     """Assert that an iterable dataset that ranks and their workers share yields each sample once, also in last batches.
-
-    Each worker has its own last batch, which must come unless ``drop_last`` drops it.
-    """
+    Each worker has its own last batch, which must come unless ``drop_last`` drops it."""
     dataset = Numbered(7 * rank.size + 3)
     with Findings() as findings:
         for workers, drop_last in ((0, False), (0, True), (2, False), (2, True)):

@@ -26,8 +26,7 @@ from mgpu_check.errors import ShardError
 
 WORLDS = (*range(1, 10), 16)
 LENGTHS = (*range(19), 31, 32, 33)
-LARGE = ((1000, (3, 8)), (4097, (2, 7)))
-"""Longer datasets, each with its world sizes."""
+LARGE = ((1000, (3, 8)), (4097, (2, 7)))  # longer datasets, each with its world sizes
 
 BATCH_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 64)
 _ORDERED = 13  # samples; two of their 13! orders are equal with probability 2e-10
@@ -179,9 +178,7 @@ def batches_of(indices: Iterable[int], batch_size: int, drop_last: bool) -> list
 
 def assert_batch_sampler_covers(seed: int) -> None:
     """Assert that `BatchSampler` cuts the order of its sampler into batches, for each small length and batch size.
-
-    Each batch must be a new list, because users change them. A second iteration must give the same.
-    """
+    Each batch must be a new list, because users change them. A second iteration must give the same."""
     generator = torch.Generator().manual_seed(seed)
     for length, batch_size, drop_last in itertools.product(range(19), BATCH_SIZES, (False, True)):
         samplers: list[Any] = [SequentialSampler(range(length)), SubsetRandomSampler(range(length), generator)]

@@ -71,21 +71,15 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
 
 
 def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
-    """Assert that `copied`, the result of copying `source` over `target`, has the source's bits on the target's device.
-
-    Args:
-        source, target: tensors of equal shape and dtype, in any layouts, on any devices.
-    """
+    """Assert that `copied`, the copy of `source` over `target`, has the source's bits on the target's device. Both
+    tensors have one shape and dtype, in any layouts, on any devices."""
     subject = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
     _require(subject, copied, source, target.device)
 
 
 def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, ...], layout: str, seed: int) -> None:
-    """Assert what `assert_arrives` asserts of `copy_` and `to`, in every dtype, between any two devices and the CPU.
-
-    Args:
-        layout: of the tensors that `copy_` writes to; contiguous if the shape forbids it.
-    """
+    """Assert what `assert_arrives` asserts of `copy_` into `layout`, if the shape allows it, and of `to`, in every
+    dtype, between any two devices and the CPU."""
     for dtype in DTYPES:
         spec = TensorSpec(shape, dtype, seed=seed, values="special")
         for source_device, target_device in itertools.permutations(("cpu", *map(str, devices)), 2):

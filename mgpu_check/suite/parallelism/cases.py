@@ -9,17 +9,12 @@ Size = int | str
 
 
 class Mechanism(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        class_name: the name of the class, in `mgpu_check.suite.parallelism.mechanisms`.
-        sizes: values to draw, simplest first. A number is per rank where this keeps a rule of the mechanism.
-        dtypes: dtypes to draw.
-    """
-
-    class_name: str
+    class_name: str  # the name of the class, in `mgpu_check.suite.parallelism.mechanisms`
+    # values to draw, simplest first. A number is per rank where this keeps a rule of the mechanism.
     sizes: dict[str, tuple[Size, ...]]
-    dtypes: tuple[str, ...] = ("float64", "float32")
+    dtypes: tuple[str, ...] = ("float64", "float32")  # dtypes to draw
 
 
 MECHANISMS = {

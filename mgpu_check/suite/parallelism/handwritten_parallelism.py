@@ -70,9 +70,7 @@ def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.d
 
 def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
     """Assert that the training loop of tutorials, `training_steps.train`, gives the parameters of one device.
-
-    The loop uses SGD without momentum and the mean over a batch, whose number of samples is a power of two.
-    """
+    The loop uses SGD without momentum and the mean over a batch, whose number of samples is a power of two."""
     start = training.model()
     # The second batch is half as large, as the last one of an epoch may be.
     batches = [(x[: len(x) >> step], y[: len(y) >> step]) for step, (x, y) in enumerate(training.batches())]
@@ -92,13 +90,11 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
 
 
 def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that training by `recipes.gradient_exchange.KeyValueStore` gives one device's parameters, on all
-    devices."""
+    """Assert that training by `gradient_exchange.KeyValueStore` gives one device's parameters, on all devices."""
     label = f"parameter server on {len(devices)} devices"
     store = gradient_exchange.KeyValueStore(devices, update_of(training))
     parameter_names = [name for name, _ in training.model().named_parameters()]
-    start = training.model()
-    for turn, (name, value) in enumerate(start.named_parameters()):
+    for turn, (name, value) in enumerate(training.model().named_parameters()):
         store.init(name, value)
         if store.home(name) != devices[turn % len(devices)]:
             raise ReplicaMismatch(f"{label}: the store keeps {name!r} on {store.home(name)}")
@@ -224,11 +220,9 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-_SHAPES = ((2, 3), (5,))
-"""Shapes of the parameters on each device."""
+_SHAPES = ((2, 3), (5,))  # shapes of the parameters on each device
 
-_FORMS = ("foreach", "fused", "")
-"""Options of optimizers; "" steps parameter by parameter."""
+_FORMS = ("foreach", "fused", "")  # options of optimizers; "" steps parameter by parameter
 
 _OPTIMIZERS: Mapping[Callable[..., torch.optim.Optimizer], dict[str, Any]] = {
     torch.optim.SGD: {"lr": 0.25, "momentum": 0.5, "dampening": 0.0, "nesterov": False},
@@ -241,10 +235,7 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
     """Assert that gradients on several devices are clipped by their common norm, and by value.
 
     Clips by the norms 1, 2, 3 and inf, tensor by tensor and by kernels for lists of tensors. With `error_if_nonfinite`
-    an infinite gradient must raise, and change no other gradient.
-
-    Args:
-        devices: at least one, in any order; the norm is computed on the first.
+    an infinite gradient must raise, and change no other gradient. The norm is computed on the first of `devices`.
     """
     count, places = len(devices), ", ".join(map(str, devices))
     # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
@@ -320,9 +311,7 @@ def _stepped(devices: Sequence[torch.device], seed: int, make: Callable[..., Any
 
 def _expected(count: int, seed: int, make: Callable[..., Any]) -> dict[str, torch.Tensor]:
     """Return the right result of `_stepped`: the first and the last step, as documented, in float64 on the CPU.
-
-    The scale starts at 2^count and is halved for each device, so it ends at 1.
-    """
+    The scale starts at 2^count and is halved for each device, so it ends at 1."""
     parameters = [value.double() for value in _drawn(count, seed)]
     steps, options = DocumentedSteps(make), [_OPTIMIZERS[make]] * len(parameters)
     for step in (1, 2):
@@ -363,9 +352,7 @@ _DTYPES = ("float32", "int64", "float64", "bfloat16", "int32", "uint8", "float16
 
 def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
     """Assert that each hand-written allreduce gives the exact sum. A collective.
-
-    Sizes are 0, near the world size, and just above 4,096 and 64 Ki. `seed` rotates the dtypes among them.
-    """
+    Sizes are 0, near the world size, and just above 4,096 and 64 Ki. `seed` rotates the dtypes among them."""
     sizes = (0, rank.size - 1, 2 * rank.size + 1, _SOME, _LARGE)
     with Findings() as findings:
         for number, elements in enumerate(sizes):
@@ -392,9 +379,7 @@ def _terms(elements: int, dtype: torch.dtype, count: int, seed: int) -> list[tor
 
 def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that ranks with a parameter server have the parameters of one device after each step. A collective.
-
-    Runs once with one server, and once with the parameters divided among all ranks. Servers keep the momentum.
-    """
+    Runs once with one server, and once with the parameters divided among all ranks. Servers keep the momentum."""
     expected = one_device(training)
     with Findings() as findings:
         for name, servers in (("one server", 1), ("a sharded server", rank.size)):
@@ -467,9 +452,7 @@ def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]
 
 def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Rank) -> None:
     """Assert that a hand-written pipeline with a stage on each rank trains as one device does. A collective.
-
-    The model must have as many linear layers as there are ranks. Micro-batches may be of different sizes.
-    """
+    The model must have as many linear layers as there are ranks. Micro-batches may be of different sizes."""
     layers = training.layers()
     if len(layers) != rank.size:
         raise ValueError(f"assert_pipeline_agrees: {len(layers)} layers for {rank.size} ranks; give one for each")

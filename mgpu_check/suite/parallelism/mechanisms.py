@@ -45,15 +45,12 @@ class Portion(NamedTuple):
         return full_tensor.index_select(self.dim, torch.as_tensor(at, dtype=torch.int64, device="cpu"))
 
 
-Results = dict[str, torch.Tensor | Portion]
-"""Results of a rank by name: whole, or its part."""
+Results = dict[str, torch.Tensor | Portion]  # results of a rank by name: whole, or its part
 
 
 class DividedStep(ABC):
     """A case of a mechanism, with data that all ranks and the reference make alike.
-
-    `step_of` makes it on each rank; `assert_mechanisms_agree` runs it once divided and once undivided, and drops it.
-    """
+    `step_of` makes it on each rank; `assert_mechanisms_agree` runs it once divided and once undivided, and drops it."""
 
     def __init__(self, case: MechanismCase, ranks: int) -> None:
         self.case, self.ranks = case, ranks

@@ -7,7 +7,6 @@ Data are exact, so every order of sums must give the bits of one device; see
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -16,13 +15,9 @@ from hypothesis import strategies as st
 from mgpu_check import strategies
 from mgpu_check.oracles.strategies import MORE, exact_trainings, examples
 from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.plugin.ranks import Gpus, Ranks
 from mgpu_check.settings import active
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
-
-if TYPE_CHECKING:
-    import torch
-
-    from mgpu_check import Ranks
 
 CHECKS = "mgpu_check.suite.parallelism"
 TRAININGS = exact_trainings()
@@ -59,9 +54,8 @@ def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 
 @examples(14, quick=5)
 @given(training=TRAININGS, order=ORDERS)
-def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
-    """A parameter store on the devices of one process adds up gradients, steps, and gives all devices the same
-    parameters."""
+def test_key_value_store(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
+    """A parameter store on the devices of one process adds up gradients, steps, and gives all the same parameters."""
     from mgpu_check.suite.parallelism.handwritten_parallelism import assert_store_agrees
 
     assert_store_agrees(training, [gpus[index] for index in order])
@@ -69,7 +63,7 @@ def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining
 
 @examples(14, quick=4)
 @given(training=TRAININGS, order=ORDERS)
-def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+def test_replicas_are_apart(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
     """Copies of parameters for each device share no memory, not even on the device of the originals."""
     from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
 
@@ -79,7 +73,7 @@ def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTrain
 
 @examples(14, quick=4)
 @given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
-def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+def test_training_loop(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
     """The training loop of tutorials, with a smaller last batch, leaves the parameters of one device on all devices."""
     from mgpu_check.suite.parallelism.handwritten_parallelism import assert_training_loop_agrees
 
@@ -90,7 +84,7 @@ def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, 
 @pytest.mark.gpus(least=2)
 @examples(12, quick=3)
 @given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
-def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+def test_model_parallelism(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
     """Parts of a model on two and three devices train like on one, and each parameter stays on its device."""
     from mgpu_check.suite.parallelism.handwritten_parallelism import assert_model_parallel_agrees
 
@@ -102,9 +96,8 @@ def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraini
 @pytest.mark.gpus(least=2)
 @examples(12, quick=1)
 @given(order=strategies.device_orders(least=2), seed=strategies.seeds())
-def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ...], seed: int) -> None:
-    """Parameters on several devices are clipped by one norm, and optimizer steps or GradScaler skips apply to all of
-    them."""
+def test_steps_over_devices(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
+    """Parameters on several devices are clipped by one norm, and stepped or skipped by GradScaler together."""
     from mgpu_check.suite.parallelism.handwritten_parallelism import (
         assert_clipped_over_devices,
         assert_stepped_over_devices,
@@ -153,8 +146,7 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
 def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Schedules of `torch.distributed.pipelining` train like one device, also with two stages per rank and split
-    backward."""
+    """Schedules of `torch.distributed.pipelining` train like one device, also with two stages per rank."""
     for size in sizes:
         # The messages of a schedule with two stages per rank grow with both numbers, so only the smaller world runs it.
         most = 2 if size == min(sizes) else 1

@@ -147,9 +147,7 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
 
 def assert_schedules_agree(training: ExactTraining, rank: Rank, most: int) -> None:
     """Assert that schedules with up to `most` stages per rank train as one device does. A collective.
-
-    If `most` is 2, schedules with one stage per rank also run with large activations, and without a scaled loss.
-    """
+    If `most` is 2, schedules with one stage per rank also run with large activations, and without a scaled loss."""
     # One step whose first stage passes on 64 Ki elements per micro-batch. It is exact for up to 16 samples and few
     # features after the first stage, because sums of 64 Ki small numbers are below 2^24.
     width = _LARGE * 4 // training.batch
@@ -366,10 +364,8 @@ def _norm_of_one_device(norm_type: str, inputs: torch.Tensor, factors: torch.Ten
 
 def _of_norms(expected: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, float]:
     """Return the tolerance of each result for float32.
-
     An element of a norm is below 64 and rounds up to 32 times. The gradient of a parameter also sums over the rows,
-    whose terms are at most 16.
-    """
+    whose terms are at most 16."""
     rows = inputs.numel() // _FEATURES
     summed = (rows + 32) * rows * 16 * _ROUNDOFF
     return {name: summed if name.startswith("step 1: gradient") else 32 * 64 * _ROUNDOFF for name in expected}
@@ -415,8 +411,7 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
         "gradient of y": 3 * factors[1],
     }
     with Findings() as findings:
-        local = seed % 2 == 0
-        for how, module in _prepared(mesh, local=local).items():
+        for how, module in _prepared(mesh, local=seed % 2 == 0).items():
             own, full_y = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
             out_x, word, out_y = module(own, "word", y=full_y)
             out_x, out_y = _own(out_x), _own(out_y)
@@ -434,12 +429,8 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
 
 
 def _prepared(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
-    """Return modules that gather `x`, given by rows, and divide `y`, given whole, by columns; outputs are moved
-    back.
-
-    Args:
-        local: modules and callers get the parts of this rank, else DTensors.
-    """
+    """Return modules that gather `x`, given by rows, and divide `y`, given whole, by columns; outputs are moved back.
+    With `local`, modules and callers get the parts of this rank, else DTensors."""
     from torch.distributed.tensor import Replicate, Shard, parallel
 
     whole, rows, columns = Replicate(), Shard(0), Shard(1)
@@ -453,8 +444,7 @@ def _prepared(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
     return {"PrepareModuleInput and PrepareModuleOutput": separate, "PrepareModuleInputOutput": both}
 
 
-_NO_CLASS = -100
-"""The default of `ignore_index`."""
+_NO_CLASS = -100  # the default of `ignore_index`
 
 _LOSSES: tuple[dict[str, Any], ...] = (
     {},
@@ -467,9 +457,7 @@ _LOSSES: tuple[dict[str, Any], ...] = (
 
 def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     """Assert that `cross_entropy` within `loss_parallel` gives the loss and gradients of one device. A collective.
-
-    The logits are divided among ranks by classes. Afterwards log_softmax accepts logits on all ranks again.
-    """
+    The logits are divided among ranks by classes. Afterwards log_softmax accepts logits on all ranks again."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -562,9 +550,8 @@ def _together(ranks: int, row: Mapping[str, Any]) -> bool:
 def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
     """Assert that schedules train as one device does with each pair of their options. A collective.
 
-    Args:
-        training: has as many linear layers as there are ranks, and a batch of a multiple of 8.
-        more: whether to train with all rows of options, or with an eighth of them, by the seed of the training.
+    `training` has as many linear layers as there are ranks, and a batch of a multiple of 8. With `more` all rows of
+    options are trained, else an eighth of them, by its seed.
     """
     checks = []
     for row in drawn_rows(_OPTIONS, functools.partial(_together, rank.size), seed=training.seed, more=more, share=8):

@@ -33,16 +33,12 @@ class Experts(nn.Module):
 
 
 class Routing(NamedTuple):
-    """The choices of each token that fit into the capacity; a token without one is dropped.
+    """The choices of each token that fit into the capacity; a token without one is dropped."""
 
-    Attributes:
-        token, expert: of each choice, (choices,).
-        weight: factor of the expert's output, (choices,); the gradient of the router passes through it.
-    """
-
+    # token, expert: of each choice, (choices,)
     token: torch.Tensor
     expert: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor  # factor of the expert's output, (choices,); the gradient of the router passes through it
 
 
 def route(logits: torch.Tensor, top: int, capacity: int = 0) -> Routing:
@@ -65,10 +61,8 @@ def balance_loss(logits: torch.Tensor, top: int, group: Group = None, *, of_all:
     """Return this rank's part of the loss for balance; the sum of all parts is the loss.
 
     The loss is experts · Σ_e (fraction of the choices that fall on e, dropped ones included) · (mean probability of e).
-
-    Args:
-        of_all: take fractions and means over the tokens of all ranks. Otherwise each rank has a loss for its own
-            tokens, and the mean over the ranks is the loss.
+    With `of_all`, fractions and means are over the tokens of all ranks. Otherwise each rank has a loss for its own
+    tokens, and the mean over the ranks is the loss.
     """
     tokens, experts = logits.shape
     chosen = logits.topk(top).indices.flatten()
@@ -134,9 +128,7 @@ class ExpertParallel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs of this rank's tokens, (tokens, width), and their logits, (tokens, experts).
-
-        `x` is (tokens, width); ranks may have different numbers of tokens, and none.
-        """
+        `x` is (tokens, width); ranks may have different numbers of tokens, and none."""
         logits = self.router(x)
         routing = route(logits, self.top, self.capacity)
         order = routing.expert.argsort(stable=True)

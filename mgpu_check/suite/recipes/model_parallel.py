@@ -218,9 +218,7 @@ class ColumnLinear(nn.Module):
 
 class RowLinear(nn.Module):
     """A linear layer with divided inputs: each rank holds the columns of `weight`, (out, in), for its inputs.
-
-    Each rank holds the whole bias, which is added once, after the sum.
-    """
+    Each rank holds the whole bias, which is added once, after the sum."""
 
     def __init__(self, layer: nn.Linear, device: torch.device, *, divide: bool = False) -> None:
         super().__init__()
@@ -297,18 +295,14 @@ class VocabularyParallel(nn.Module):
 
 
 class FusedHeads(NamedTuple):
-    """The heads of an attention.
+    """The heads of an attention."""
 
-    Attributes:
-        queries, shared: numbers of heads of queries, and of keys and values.
-        width: features of a head.
-        interleaved: each head of keys and values follows the queries that share it: q q k v q q k v, as in Megatron.
-            Otherwise all queries come first, then all keys, then all values.
-    """
-
+    # queries, shared: numbers of heads of queries, and of keys and values
     queries: int
     shared: int
-    width: int
+    width: int  # features of a head
+    # each head of keys and values follows the queries that share it: q q k v q q k v, as in Megatron. Otherwise all
+    # queries come first, then all keys, then all values.
     interleaved: bool
 
 
@@ -324,10 +318,8 @@ def _places(heads: FusedHeads) -> tuple[list[int], list[int], list[int]]:
 
 
 def rows_of(heads: FusedHeads, rank: int, ranks: int) -> tuple[list[int], FusedHeads]:
-    """Return the rows of the fused weight that a rank holds, and its heads.
-
-    The number of query heads must be a multiple of `ranks`; one of `ranks` and `heads.shared`, a multiple of the other.
-    """
+    """Return the rows of the fused weight that a rank holds, and its heads. The number of query heads must be a
+    multiple of `ranks`; one of `ranks` and `heads.shared`, a multiple of the other."""
     own, kept = heads.queries // ranks, max(heads.shared // ranks, 1)
     start = rank * heads.shared // ranks
     mine = heads._replace(queries=own, shared=kept)
@@ -350,9 +342,7 @@ def split(fused: torch.Tensor, heads: FusedHeads) -> tuple[torch.Tensor, torch.T
 
 class GroupedQueryAttention(nn.Module):
     """Causal attention whose query heads are divided among the ranks; `fused` holds the rows of this rank.
-
-    Call `sum_partial_gradients` after backward.
-    """
+    Call `sum_partial_gradients` after backward."""
 
     def __init__(self, fused: torch.Tensor, out: torch.Tensor, heads: FusedHeads, device: torch.device) -> None:
         super().__init__()

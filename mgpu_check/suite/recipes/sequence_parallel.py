@@ -72,9 +72,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
 
 class SequenceParallelMlp(nn.Module):
     """A norm and two linear layers: the norm has a part of the sequence, the layers have a part of the hidden features.
-
-    Call `sum_partial_gradients` after backward: each rank has only those of its part of the sequence.
-    """
+    Call `sum_partial_gradients` after backward: each rank has only those of its part of the sequence."""
 
     def __init__(self, norm: nn.LayerNorm, up: nn.Linear, down: nn.Linear, device: torch.device) -> None:
         super().__init__()
@@ -96,8 +94,7 @@ class SequenceParallelMlp(nn.Module):
         sum_gradients([*self.norm.parameters(), self.down_bias])
 
 
-Positions = Sequence[torch.Tensor]
-"""For each rank the positions of its tokens in the sequence, (own,), int64."""
+Positions = Sequence[torch.Tensor]  # for each rank the positions of its tokens in the sequence, (own,), int64
 
 
 def positions_of(length: int, ranks: int, *, zigzag: bool) -> list[torch.Tensor]:
@@ -132,9 +129,7 @@ def gathered_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions, rank: int
 ) -> torch.Tensor:
     """Return causal attention of this rank's queries, with the keys and values of all ranks gathered.
-
-    All tensors are (batch, heads, own, width).
-    """
+    All tensors are (batch, heads, own, width)."""
     scores = _scores(q, gather_sequence(k, 2), visible(positions[rank], torch.cat(list(positions))))
     return scores.softmax(-1) @ gather_sequence(v, 2)
 
@@ -197,7 +192,5 @@ class _Ring(torch.autograd.Function):
 
 def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions, rank: int) -> torch.Tensor:
     """Return causal attention of this rank's queries, while keys and values pass around the ring of ranks.
-
-    All tensors are (batch, heads, own, width), equally long on all ranks.
-    """
+    All tensors are (batch, heads, own, width), equally long on all ranks."""
     return _Ring.apply(q, k, v, positions, rank)  # type: ignore[no-any-return]

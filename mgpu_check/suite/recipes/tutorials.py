@@ -29,8 +29,7 @@ def try_gpu(i: int = 0) -> torch.device:
 
 def try_all_gpus() -> list[torch.device]:
     """Return all GPUs in order; without GPUs, the CPU."""
-    count = torch.cuda.device_count()
-    return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cpu")]
 
 
 def split_batch(
@@ -48,9 +47,7 @@ def split_batch(
 
 def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Split `X`, (n, …), without `nn.parallel`: one slice per device; the first n % len(devices) have one more sample.
-
-    Unlike `torch.chunk`, this returns a shard for every device; with fewer samples than devices, the last are empty.
-    """
+    Unlike `torch.chunk`, this returns a shard for every device; with fewer samples than devices, the last are empty."""
     size, rest = divmod(len(X), len(devices))
     shards, start = [], 0
     for index, device in enumerate(devices):
@@ -99,9 +96,7 @@ class Partition(Dataset[Any]):
 
 def partitions(data: Any, sizes: Sequence[float], seed: int) -> list[Partition]:
     """Divide a dataset at random into one part for each of `sizes`, which are fractions with the sum 1.
-
-    All ranks must pass the same seed. Sizes are rounded down; the last part gets the rest.
-    """
+    All ranks must pass the same seed. Sizes are rounded down; the last part gets the rest."""
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
     bounds = [0, *itertools.accumulate([int(size * len(order)) for size in sizes[:-1]]), len(order)]
     return [Partition(data, order[start:stop]) for start, stop in itertools.pairwise(bounds)]

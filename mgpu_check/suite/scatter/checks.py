@@ -16,16 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import comm
 
-from mgpu_check.asserts.collectives import (
-    Device,
-    assert_gathered,
-    assert_leaves_replicated,
-    assert_shard_sizes,
-    assert_shards_cover,
-    chunk_sizes,
-    first_difference,
-    same_bits,
-)
+from mgpu_check.asserts import collectives
 from mgpu_check.errors import ShardError
 from mgpu_check.oracles.generated_data import counted
 from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, KINDS, PINNED, Leaf, Nested, Split, TensorSpec
@@ -38,7 +29,7 @@ def assert_split_aligned(
     inputs: torch.Tensor,
     labels: torch.Tensor,
     split: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
-    devices: Sequence[Device],
+    devices: Sequence[collectives.Device],
 ) -> None:
     """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in one shard."""
     input_shards, label_shards = split
@@ -52,24 +43,21 @@ def assert_split_aligned(
         if x.device != y.device:
             text = f"shard {index}: its inputs are on {x.device}, its labels on {y.device}"
             raise ShardError(text, ranks=(index,))
-    assert_shards_cover({"inputs": inputs, "labels": labels}, shards, devices)
+    collectives.assert_shards_cover({"inputs": inputs, "labels": labels}, shards, devices)
 
 
 def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.device]) -> None:
     """Assert that a batch, (n, …), that is split by hand is on `devices` in parts, and equals the batch when collected.
-
-    Args:
-        way: "slices", "chunks" or "every n-th row"; see `mgpu_check.suite.recipes.tutorials`.
-    """
+    The `way` is "slices", "chunks" or "every n-th row"; see `mgpu_check.suite.recipes.tutorials`."""
     if way == "every n-th row":
         shards = tutorials.deal(batch, devices)
         order = [row for index in range(len(devices)) for row in range(index, len(batch), len(devices))]
-        assert_shards_cover(plain(batch)[order], shards, devices)
-        assert_gathered(batch, tutorials.collect_dealt(shards, devices[0]), devices[0])
+        collectives.assert_shards_cover(plain(batch)[order], shards, devices)
+        collectives.assert_gathered(batch, tutorials.collect_dealt(shards, devices[0]), devices[0])
         return
     shards = (tutorials.split_and_load if way == "slices" else tutorials.chunk_and_load)(batch, devices)
-    assert_shards_cover(batch, shards, devices)
-    assert_gathered(batch, tutorials.collect(shards, devices[0]), devices[0])
+    collectives.assert_shards_cover(batch, shards, devices)
+    collectives.assert_gathered(batch, tutorials.collect(shards, devices[0]), devices[0])
 
 
 def assert_scatter_differentiable(
@@ -81,10 +69,9 @@ def assert_scatter_differentiable(
 ) -> None:
     """Assert that the gradient of sum(batch · weights), computed from shards, is `weights`, on the device of `batch`.
 
-    Args:
-        batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a
-            copy of the weights, so it is compared bit for bit.
-        used_shards: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
+    Both are floats of equal shape, `batch` on any device, `weights` on the CPU. The gradient is a copy of the weights,
+    so it is compared bit for bit. The loss uses `used_shards`, modulo their number (None: all); others get zero
+    gradients.
     """
     leaf = batch.detach().clone().requires_grad_()
     shards = nn.parallel.scatter(leaf, devices, dim)
@@ -103,12 +90,8 @@ def assert_gather_differentiable(
     weights: torch.Tensor, devices: Sequence[torch.device], target: torch.device | str, dim: int
 ) -> None:
     """Assert that each shard gets its part of the gradient of the gathered tensor, on its own device.
-
-    Args:
-        weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and
-            summed.
-    """
-    shard_weights = weights.split(chunk_sizes(weights.shape[dim], len(devices)), dim)
+    Shards of the shape of `weights`, floats on the CPU, are gathered on `target`, multiplied by them, and summed."""
+    shard_weights = weights.split(collectives.chunk_sizes(weights.shape[dim], len(devices)), dim)
     shards = [
         torch.ones_like(weight, device=device).requires_grad_()
         for weight, device in zip(shard_weights, devices, strict=False)
@@ -130,7 +113,7 @@ def assert_scalars_stacked(
     with _torchs_own_warnings():
         got = nn.parallel.gather(losses, target)  # type: ignore[arg-type]  # as above
     expected = torch.tensor(list(values), device="cpu")
-    if got.device != torch.device(target) or not same_bits(expected, got):
+    if got.device != torch.device(target) or not collectives.same_bits(expected, got):
         shown = f"{got.tolist()} on {got.device}"
         raise ShardError(f"gathered scalars: expected {expected.tolist()} on {target}, got {shown}")
     factors = torch.arange(1.0, len(losses) + 1, device="cpu")
@@ -155,12 +138,12 @@ def _require(label: str, leaf: torch.Tensor, expected: torch.Tensor, index: int)
         text = "there is no gradient"
     elif gradient.device != leaf.device:
         text = f"its gradient is on {gradient.device}"
-    elif same_bits(expected, gradient):
+    elif collectives.same_bits(expected, gradient):
         return
     elif gradient.shape != expected.shape or gradient.dtype != expected.dtype:
         text = f"gradient {tuple(gradient.shape)} of {gradient.dtype}"
     else:
-        at = first_difference(expected, gradient)
+        at = collectives.first_difference(expected, gradient)
         text = f"gradient of element {list(at)}: expected {expected[at].item()}, got {gradient[at].item()}"
     raise ShardError(f"{label}, on {leaf.device}: {text}", ranks=(index,))
 
@@ -172,27 +155,25 @@ def _assert_restored(
     batch: Any, devices: Sequence[torch.device], dim: int = 0, targets: Sequence[torch.device | str] = ()
 ) -> None:
     """Assert that the shards of a batch cover it, and that gathering them on each of `targets` gives the batch.
-
-    Without `targets`, it is the last of `devices`.
-    """
+    Without `targets`, it is the last of `devices`."""
     shards = nn.parallel.scatter(batch, devices, dim)
-    assert_shards_cover(batch, shards, devices, dim)
+    collectives.assert_shards_cover(batch, shards, devices, dim)
     for target in targets or devices[-1:]:
         # The annotation of gather lacks the string "cpu", which it supports and requires.
-        assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)  # type: ignore[arg-type]
+        collectives.assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)  # type: ignore[arg-type]
 
 
 def assert_scattered(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that the shards of `nn.parallel.scatter` cover the batch; see `assert_shards_cover`."""
     batch, devices = split.build(), split.on(gpus)
-    assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
+    collectives.assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
 
 
 def assert_sizes_of_chunk(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that the shards have the sizes of `torch.chunk`; see `assert_shard_sizes`."""
     devices = split.on(gpus)
     shards = nn.parallel.scatter(split.build(), devices, split.dim)
-    assert_shard_sizes(shards, chunk_sizes(split.size, split.devices), devices, split.dim)
+    collectives.assert_shard_sizes(shards, collectives.chunk_sizes(split.size, split.devices), devices, split.dim)
 
 
 def assert_leaves_everywhere(gpus: Sequence[torch.device], split: Split) -> None:
@@ -200,27 +181,24 @@ def assert_leaves_everywhere(gpus: Sequence[torch.device], split: Split) -> None
     args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
     devices = split.on(gpus)
     shards = zip(*nn.parallel.scatter_gather.scatter_kwargs(args, kwargs, devices, split.dim), strict=True)
-    assert_leaves_replicated((args, kwargs), list(shards), devices)
+    collectives.assert_leaves_replicated((args, kwargs), list(shards), devices)
 
 
 def assert_sizes_of_tutorial(devices: Sequence[torch.device], size: int, features: int, sizes: Sequence[int]) -> None:
-    """Assert that the replicas of the tutorial's model see shards of these sizes, which cover the batch.
-
-    Args:
-        size: number of samples of the batch, which is also that of the output.
-    """
+    """Assert that the replicas of the tutorial's model see shards of these sizes, which cover the batch. The batch and
+    the output have `size` samples."""
     batch = TensorSpec((size, features)).build()
     shards, output = models.inputs_seen(batch, devices)
-    assert_shard_sizes(shards, sizes, devices)
-    assert_shards_cover(batch, shards, devices)
-    assert_shard_sizes([output], [size], devices)
+    collectives.assert_shard_sizes(shards, sizes, devices)
+    collectives.assert_shards_cover(batch, shards, devices)
+    collectives.assert_shard_sizes([output], [size], devices)
 
 
 def assert_gather_restores(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that gathering the shards gives the batch on the target; see `assert_gathered`."""
     batch = split.build()
     shards = nn.parallel.scatter(batch, split.on(gpus), split.dim)
-    assert_gathered(batch, nn.parallel.gather(shards, split.target, split.dim), split.target)  # type: ignore[arg-type]
+    collectives.assert_gathered(batch, nn.parallel.gather(shards, split.target, split.dim), split.target)  # type: ignore[arg-type]
 
 
 def assert_labels_aligned(gpus: Sequence[torch.device], inputs: Split, seed: int) -> None:
@@ -240,9 +218,7 @@ def assert_gradient_scattered(
     gpus: Sequence[torch.device], split: Split, seed: int, used_shards: Collection[int] | None
 ) -> None:
     """Assert that the gradient of the shards returns to the batch, whose weights come from `seed`.
-
-    See `assert_scatter_differentiable`.
-    """
+    See `assert_scatter_differentiable`."""
     weights = split.tensor.like("contiguous", seed=seed).build()
     assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used_shards)
 
@@ -273,12 +249,12 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
         spec = Nested(outer, (specs[0], specs[1] if inner is None else Nested(inner, (specs[2], specs[3]))))
         _assert_restored(spec.build(), devices)
         leaves = Nested(outer, (spec, Leaf("train"))).build()
-        assert_shards_cover(leaves, nn.parallel.scatter(leaves, devices), devices)
+        collectives.assert_shards_cover(leaves, nn.parallel.scatter(leaves, devices), devices)
     # Replicas may fill their dicts in different orders; gather must match keys, and keep the order of the first dict.
     named = {"a": specs[0].build(), "b": specs[3].build()}
     shards = enumerate(nn.parallel.scatter(named, devices))
     turned = [dict(sorted(shard.items(), reverse=bool(number % 2))) for number, shard in shards]
-    assert_gathered(named, nn.parallel.gather(turned, devices[-1]), devices[-1])
+    collectives.assert_gathered(named, nn.parallel.gather(turned, devices[-1]), devices[-1])
 
 
 def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
@@ -310,9 +286,7 @@ def _filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor
 
 def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that large batches are scattered and gathered bit for bit, along rows and columns.
-
-    They come from the CPU, from pinned memory and from a device, and are gathered on a device and on the CPU.
-    """
+    They come from the CPU, from pinned memory and from a device, and are gathered on a device and on the CPU."""
     ways = list(itertools.product(("the CPU", "pinned memory", "a device"), (0, 1)))
     backwards = tuple(reversed(devices))
     for number, size in enumerate(_SIZES * 2):
@@ -334,10 +308,8 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
 def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: int) -> None:
     """Assert that `comm.scatter` splits into given sizes, and that `comm.scatter` and `comm.gather` fill given tensors.
 
-    Covers dims 0, 1 and -1, devices in both orders, and output tensors that hold other values before.
-
-    Args:
-        sizes: of the shards of the first ``len(sizes)`` devices, in order; some may be 0.
+    Covers dims 0, 1 and -1, devices in both orders, and output tensors that hold other values before. `sizes` are those
+    of the shards of the first ``len(sizes)`` devices, in order; some may be 0.
     """
     for dim, dtype, ascending in itertools.product((0, 1, -1), (torch.float32, torch.uint8), (True, False)):
         chosen = list(devices[: len(sizes)] if ascending else reversed(devices[: len(sizes)]))
@@ -348,14 +320,14 @@ def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: 
         label = f"comm.scatter in sizes {sizes} along dim {dim}"
         if [shard.shape[dim] for shard in got] != sizes:
             raise ShardError(f"{label}: got sizes {[shard.shape[dim] for shard in got]}")
-        assert_shards_cover(batch, got, chosen, dim)
+        collectives.assert_shards_cover(batch, got, chosen, dim)
         out = [torch.full_like(shard, 7) for shard in got]
         pairs = enumerate(zip(comm.scatter(batch, dim=dim, out=out), out, strict=True))
         mismatches = [index for index, (result, output) in pairs if result is not output]
         if mismatches:
             raise ShardError(f"{label}: the given output tensor {mismatches[0]} was not returned", ranks=mismatches)
-        assert_shards_cover(batch, out, chosen, dim)
+        collectives.assert_shards_cover(batch, out, chosen, dim)
         gathered = torch.full_like(batch, 7, device=chosen[0])
         comm.gather(out, dim, out=gathered)
-        assert_gathered(batch, gathered, chosen[0])
-        assert_gathered(batch, comm.gather(out, dim, destination="cpu"), "cpu")
+        collectives.assert_gathered(batch, gathered, chosen[0])
+        collectives.assert_gathered(batch, comm.gather(out, dim, destination="cpu"), "cpu")

@@ -26,8 +26,7 @@ large = caught_by("test_large_batches")
 
 GATHER = both(around(scatter_gather, "gather"), around(nn.parallel, "gather"))
 """The function that users call. It takes the outputs, which may be nested, the target and the dim."""
-JOIN = around(comm, "gather")
-"""The basis of all gathering. It takes tensors, the dim and the destination."""
+JOIN = around(comm, "gather")  # The basis of all gathering. It takes tensors, the dim and the destination.
 LARGE = 1 << 20
 
 
@@ -158,9 +157,7 @@ Devices = list[Any]
 
 def scattering(function: Callable[..., Any]) -> AbstractContextManager[None]:
     """Plant `function` instead of `comm.scatter`, the basis of all scattering, for calls without given sizes.
-
-    It gets the original without its later arguments, the tensor, the devices and the dim.
-    """
+    It gets the original without its later arguments, the tensor, the devices and the dim."""
 
     def scatter(
         real: Any, tensor: Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any

@@ -70,9 +70,7 @@ def step_of(
 
 def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that full state dicts of a sharded model and its optimizer equal those of one device. A collective.
-
-    Rank 0 then broadcasts them to a fresh model, which must train on as one device does.
-    """
+    Rank 0 then broadcasts them to a fresh model, which must train on as one device does."""
     subject = f"full state dict on {rank.device}"
     model = sharded(training, rank)
     buffers = _with_buffers(model, rank, 1)
@@ -486,9 +484,7 @@ def _checkpoint_options_together(row: Mapping[str, Any]) -> bool:
 
 def assert_checkpoint_options_agree(rank: Rank, seed: int, *, more: bool) -> None:
     """Assert that each tensor is loaded as it was saved, with each pair of options. A collective.
-
-    With `more` all rows of options are tried, else an eighth of them, by the seed.
-    """
+    With `more` all rows of options are tried, else an eighth of them, by the seed."""
     directory = shared_directory(rank)
     with Findings() as findings:
         try:

@@ -495,9 +495,7 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str | None]
 
 def _fills_each_part(operand: DTensor, judged: Callable[..., str | None], message: str | None) -> bool:
     """Return whether `fill_` of a partial copy has the result of a known defect, not met if `clone` sums the parts.
-
-    `judged` describes the error of the call by a reference; `message` is the error of the call.
-    """
+    `judged` describes the error of the call by a reference; `message` is the error of the call."""
     copy, size = operand.clone(), operand.device_mesh.size()
     if not (isinstance(copy, DTensor) and copy.placements[0].is_partial()):
         return False

@@ -37,18 +37,13 @@ PREFIX = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class Way:
-    """A configuration of `FullyShardedDataParallel`: a member of `ShardingStrategy`, and options.
-
-    Attributes:
-        named: parameters keep their names and shapes (``use_orig_params``), so each has a gradient of its own.
-        unsynchronized: the first micro-batch runs under ``no_sync``.
-        ahead: the parameters of the next layer are fetched while a layer computes, in both passes.
-    """
+    """A configuration of `FullyShardedDataParallel`: a member of `ShardingStrategy`, and options."""
 
     strategy: str
+    # parameters keep their names and shapes (``use_orig_params``), so each has a gradient of its own
     named: bool = True
-    unsynchronized: bool = False
-    ahead: bool = False
+    unsynchronized: bool = False  # the first micro-batch runs under ``no_sync``
+    ahead: bool = False  # the parameters of the next layer are fetched while a layer computes, in both passes
 
     def __str__(self) -> str:
         words = (self.strategy, "named" * self.named, "no_sync" * self.unsynchronized, "fetched ahead" * self.ahead)
@@ -70,9 +65,7 @@ def _plainly_wrapped(training: ExactTraining, rank: Rank, way: Way) -> FullyShar
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppress torch's warnings about worlds of one rank, where there is nothing to divide.
-
-    Torch then takes another strategy: torch/distributed/fsdp/_init_utils.py, torch 2.13.
-    """
+    Torch then takes another strategy: torch/distributed/fsdp/_init_utils.py, torch 2.13."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
         warnings.filterwarnings("ignore", message="(The|When using) `+NO_SHARD`")
@@ -169,9 +162,7 @@ def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank:
 
 def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that full state dicts under `FullyShardedDataParallel` equal those of one device. A collective.
-
-    A model with another configuration loads them, and must then train as on one device.
-    """
+    A model with another configuration loads them, and must then train as on one device."""
     expected = one_device(training)
     before, after = _WAYS[0], _WAYS[1]
     subject = f"full state dict of {before}, on {rank.device}"
@@ -231,9 +222,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
     """Assert that a model in `FullyShardedDataParallel` trains as on one device with each pair of options.
-
-    With `more` all rows of options are tried, else a sixth of them, by the seed of the training. A collective.
-    """
+    With `more` all rows of options are tried, else a sixth of them, by the seed of the training. A collective."""
     wanted = own_results(training, one_device(training), rank)
     with Findings() as findings, quiet():
         reached = rank.size == 1  # one rank has no shards to summon

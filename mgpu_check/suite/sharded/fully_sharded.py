@@ -83,9 +83,7 @@ def chunks_are_right(
     unsharded: Collection[str] = (),
 ) -> bool:
     """Return whether all ranks hold their chunks of all parameters but those that are `unsharded`. A collective.
-
-    If one rank does not, all must stop, because others could wait for its parts.
-    """
+    If one rank does not, all must stop, because others could wait for its parts."""
     message = _wrong_chunks(model, mesh, device, unsharded)
     with findings.collected():
         if message:
@@ -398,9 +396,7 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
 
 def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that clipping under `fully_shard` uses the norm of all gradients, not of this rank's parts. A collective.
-
-    The maximum norm is left out if a rank has no part of some parameter.
-    """
+    The maximum norm is left out if a rank has no part of some parameter."""
     exact = one_device(training, scale=scale_of(rank.size))
     x, y = own_part(training.batches()[0], rank)
     model = sharded(training, rank)
@@ -509,9 +505,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
     """Assert that a model under `fully_shard` trains as on one device with each pair of options. A collective.
-
-    With `more` all rows of options are tried, else an eighth of them, by the seed of the training.
-    """
+    With `more` all rows of options are tried, else an eighth of them, by the seed of the training."""
     wanted = own_results(training, one_device(training, scale=scale_of(rank.size)), rank)
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8):

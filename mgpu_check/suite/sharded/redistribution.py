@@ -72,8 +72,7 @@ class _RedistributionCase:
     target: tuple[Placement, ...]
 
     def __str__(self) -> str:
-        dtype = name_of(self.dtype)
-        return f"{dtype}{list(self.shape)} from {text_of(self.source)} to {text_of(self.target)}"
+        return f"{name_of(self.dtype)}{list(self.shape)} from {text_of(self.source)} to {text_of(self.target)}"
 
 
 def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> None:
@@ -97,9 +96,7 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
 
 def require_none_wrong(messages: Iterable[str | None], rank: Rank) -> None:
     """Require that `messages` describes no error of a DTensor on this rank; None means that a DTensor is right.
-
-    The ShardError has the first description, and the number of the others.
-    """
+    The ShardError has the first description, and the number of the others."""
     texts = [text for text in messages if text]
     if texts:
         suffix = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
@@ -190,9 +187,7 @@ def _targets(mesh: DeviceMesh, seed: int) -> list[tuple[Placement, ...]]:
 
 def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str | None]:
     """Distribute the tensor of one rank, while the others pass different values, and yield the errors.
-
-    Some ranks get several rows and others fewer or none.
-    """
+    Some ranks get several rows and others fewer or none."""
     rows = 2 * rank.size + 1, max(1, rank.size - 1)
     for number, (target, long) in enumerate(itertools.product(_targets(mesh, seed), rows)):
         case = _RedistributionCase((long, rank.size + 1), torch.float32, (), target)
@@ -224,9 +219,7 @@ def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str | None]:
 
 def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: DeviceMesh, subject: str) -> str | None:
     """Describe two ranks that hold one part but not equal numbers, or two parts but equal numbers; None without any.
-
-    With 128 elements or more, equal parts are no coincidence. A collective.
-    """
+    With 128 elements or more, equal parts are no coincidence. A collective."""
     shards = [torch.empty_like(own) for _ in range(mesh.size())]
     dist.all_gather(shards, own.contiguous())
     divided = [dim for dim, placement in enumerate(target) if isinstance(placement, Shard)]
@@ -264,10 +257,8 @@ def text_of(placements: Sequence[Placement]) -> str:
 
 
 def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
-    """Assert that redistribution passes gradients back. A collective.
-
-    The gradient of a gathered tensor must be reduced and scattered, and the gradient of a shard gathered or resharded.
-    """
+    """Assert that redistribution passes gradients back. A collective. The gradient of a gathered tensor must be reduced
+    and scattered, and the gradient of a shard gathered or resharded."""
     mesh = init_device_mesh("cuda", (rank.size,))
     messages = []
     for number, rows in enumerate((2 * rank.size + 1, 2 * rank.size, max(1, rank.size - 1))):

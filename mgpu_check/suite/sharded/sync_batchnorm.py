@@ -48,10 +48,8 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
 
 @dataclass(frozen=True)
 class _BatchNormCase:
-    """A layer, and the `ranks` of a group that share it; None for the cumulative average, or for all ranks.
-
-    `rest` has the sizes of the dimensions after samples and channels. The first of more than two ranks may be `empty`.
-    """
+    """A layer, and the `ranks` of a group that share it; None for the cumulative average, or for all ranks. `rest` has
+    the sizes of the dimensions after samples and channels. The first of more than two ranks may be `empty`."""
 
     dtype: torch.dtype
     momentum: float | None

@@ -6,18 +6,14 @@ Data are exact where possible, so results must have the bits of one device; see
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.oracles.strategies import MORE, exact_trainings, examples
 from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.settings import active
-
-if TYPE_CHECKING:
-    from mgpu_check import Ranks
 
 SEEDS = strategies.seeds()
 SIZES = strategies.world_pairs()
@@ -56,8 +52,7 @@ def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], 
 @examples(6, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
-    """Gradients pass back through redistribution: those of gathers are reduced and scattered, those of shards
-    gathered."""
+    """Gradients pass back through redistribution: of gathers reduced and scattered, of shards gathered."""
     for size in sizes:
         ranks.run("mgpu_check.suite.sharded.redistribution:assert_gradients_are_redistributed", seed, size=size)
 
@@ -101,16 +96,14 @@ def test_zero_redundancy_optimizer(ranks: Ranks, size: int, training: ExactTrain
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """The state of ZeroRedundancyOptimizer is divided among ranks, can be consolidated, and resumes when it is
-    loaded."""
+    """The state of ZeroRedundancyOptimizer is divided among ranks, can be consolidated, and resumes when loaded."""
     ranks.run("mgpu_check.suite.sharded.zero:assert_zero_state_agrees", training, size=size)
 
 
 @examples(8, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """A model under `fully_shard` trains like on one device, with parameters divided evenly or not and accumulated
-    gradients."""
+    """A model under `fully_shard` trains like on one device, divided evenly or not, with accumulated gradients."""
     for size in sizes:
         ranks.run(
             "mgpu_check.suite.sharded.fully_sharded:assert_fully_sharded_agrees", training, dimensions=1, size=size
@@ -156,8 +149,7 @@ def test_options_of_flat_parameters(ranks: Ranks, size: int, training: ExactTrai
 @examples(6, quick=1)
 @given(size=WORLDS, seed=SEEDS)
 def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
-    """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy, and keeps parameters in
-    float32."""
+    """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy; parameters stay float32."""
     # Far below half a unit in the last place of whole numbers in bfloat16, so bfloat16 rounds it away.
     training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
     ranks.run("mgpu_check.suite.sharded.fully_sharded:assert_mixed_precision_agrees", training, size=size)

@@ -95,14 +95,10 @@ Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor | N
 
 
 def around(owner: Any, *function_names: str) -> Planter:
-    """Plant a function in place of functions of `owner`. It gets the original function, and then the arguments of the
-    call.
+    """Plant a function in place of functions of `owner`. It gets the original function, and the arguments of the call.
 
-    If it returns NotImplemented, the original is called.
-
-    Args:
-        owner: a module or class, or its name as in ``package.module:Class``, which is imported when the fault is
-            planted.
+    If it returns NotImplemented, the original is called. `owner` is a module or class, or its name as in
+    ``package.module:Class``, which is imported when the fault is planted.
     """
 
     @contextlib.contextmanager
@@ -139,9 +135,7 @@ def both(outer: Planter, inner: Planter) -> Planter:
 
 def given(owner: Any, *function_names: str) -> Planter:
     """Plant a function that changes what functions of `owner` are given. It gets the arguments of the call.
-
-    It returns a tuple that takes the place of the first arguments, or None if it has changed them in place.
-    """
+    It returns a tuple that takes the place of the first arguments, or None if it has changed them in place."""
 
     def plant(change: Callable[..., Any]) -> AbstractContextManager[None]:
         def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -270,8 +264,7 @@ def dtype_on_device(*dtypes: torch.dtype, text: str = "") -> When:
 
 
 def one_device(*dtypes: torch.dtype, text: str = "") -> When:
-    """Return the condition that the first argument is a tensor on the last device, of one of the dtypes if any are
-    given."""
+    """Return the condition that the first argument is a tensor on the last device, of a given dtype if any is."""
     words = text or ", ".join(filter(None, ("one device", " and ".join(map(name_of, dtypes)))))
     return first(words, lambda x: on(x, last(), *dtypes))
 

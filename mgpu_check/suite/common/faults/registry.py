@@ -18,16 +18,11 @@ from mgpu_check.asserts.findings import first_suffices
 
 @dataclass(frozen=True)
 class When:
-    """A condition on the arguments of a call. Join two by ``&``.
+    """A condition on the arguments of a call. Join two by ``&``."""
 
-    Attributes:
-        text: the condition in words, such as "float16" or "above 64 Ki elements".
-        holds: whether a call with these arguments meets it.
-        fresh: makes a new `holds` for each planting, if `holds` counts calls.
-    """
-
-    text: str
-    holds: Callable[..., bool]
+    text: str  # the condition in words, such as "float16" or "above 64 Ki elements"
+    holds: Callable[..., bool]  # whether a call with these arguments meets it
+    # makes a new `holds` for each planting, if `holds` counts calls
     fresh: Callable[[], Callable[..., bool]] | None = None
 
     def __and__(self, other: When) -> When:
@@ -75,8 +70,7 @@ PROPERTIES = (
 FAULTS = tuple(f"mgpu_check.suite.{name}.faults" for name in PROPERTIES)
 """The modules that hold the faults of each property."""
 
-PLANTER = f"{__name__}:planted"
-"""The function below, by its name: ranks plant faults with it."""
+PLANTER = f"{__name__}:planted"  # the function below, by its name: ranks plant faults with it
 
 
 @dataclass(frozen=True)
@@ -86,16 +80,12 @@ class Fault:
     name: str
     property: str
     summary: str
-    plant: Callable[[], AbstractContextManager[None]]
-    """Makes the context in which the fault is planted."""
-    caught_by: tuple[str, ...]
-    """The checks of the suite that must catch it; other checks may."""
+    plant: Callable[[], AbstractContextManager[None]]  # makes the context in which the fault is planted
+    caught_by: tuple[str, ...]  # the checks of the suite that must catch it; other checks may
     condition: str = ""
     """The calls that it affects, such as "float16 only" or "above 64 Ki elements"; empty for all calls."""
-    least_gpus: int = 1
-    """Least number of GPUs of a run that the fault needs to have an effect."""
-    module: str = ""
-    """The module that has registered it."""
+    least_gpus: int = 1  # least number of GPUs of a run that the fault needs to have an effect
+    module: str = ""  # the module that has registered it
 
 
 Planter = Callable[[Callable[..., Any]], AbstractContextManager[None]]
@@ -107,22 +97,15 @@ _faults: dict[str, Fault] = {}
 
 
 class FaultRow(NamedTuple):
-    """A fault of one expression, as a row of a table for `register`.
-
-    Attributes:
-        caught_by: the check or the checks that must catch it.
-        by: plants `change`.
-        when: the calls that it affects, if not all: a condition that selects them, or words if none can.
-        least_gpus: least number of GPUs of a run that the fault needs to have an effect.
-    """
+    """A fault of one expression, as a row of a table for `register`."""
 
     name: str
     summary: str
-    caught_by: str | tuple[str, ...]
-    by: Planter
+    caught_by: str | tuple[str, ...]  # the check or the checks that must catch it
+    by: Planter  # plants `change`
     change: Callable[..., Any]
-    when: When | str = ""
-    least_gpus: int = 1
+    when: When | str = ""  # the calls that it affects, if not all: a condition that selects them, or words if none can
+    least_gpus: int = 1  # least number of GPUs of a run that the fault needs to have an effect
 
     def planted(self) -> AbstractContextManager[None]:
         """Return the context in which the fault is planted."""
