@@ -163,6 +163,7 @@ class Restored:
     # Entries with neither the saved value after loading nor that of a run that loads nothing -> those ranks; in no
     # other field. They are no evidence of a mistake.
     altered: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    of_other_steps: Mapping[Any, int] = field(default_factory=dict)  # those of them that are as after another step
 
     @property
     def lost(self) -> bool:

@@ -97,6 +97,7 @@ class ObservedRun:
     draws: bool = False  # the step drew random numbers from this generator
     optimizer_steps: int = 0
     optimizers: int = 0  # number of optimizers that made a step
+    keeps_gradients: bool = False  # some tensor that this rank holds has a gradient at the end
     nonlinear: bool = False  # some optimizer is not known to be linear in the gradient: any but SGD
     touched: set[str] = field(default_factory=set)  # the kinds of results that the run changed
     # Buffers that DistributedDataParallel takes from rank 0 before each forward.
@@ -111,6 +112,7 @@ class ObservedRun:
     trained: set[str] = field(default_factory=set)  # names of the parameters that have a gradient or have changed
     # Parameter -> the numbers and texts of its optimizer group, such as learning rate and weight decay.
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    group_of: dict[str, str] = field(default_factory=dict)  # parameter -> its "group 0", or "group 0 of optimizer 1"
     groups: int = 0  # number of parameter groups of all optimizers that made a step
     # Slices of results that this rank holds, if the model is divided; `gates.shards` assembles them.
     pieces: list[HeldPiece] = field(default_factory=list)
@@ -223,7 +225,7 @@ class CallEvent:
     """One call."""
 
     # "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler", "epoch",
-    # "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
+    # "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "recompute", "load".
     kind: str
     name: str
     site: str  # the line of the code under test that made the call: "train.py:40"
@@ -284,16 +286,30 @@ class Change:
 
     # The change. The code waits for asynchronous collectives at once ("wait"). The collective uses another "group" or
     # another "op". Its result is divided or multiplied by the size of the group ("divide", "multiply"), or has its rows
-    # in another order ("reorder"). It is left out ("skip"), or gets only the part that is new since its last call
-    # ("new"). A range continues the range of the previous rank ("shift"). A term of the loss is divided or multiplied
-    # by the size of a group ("term"). Gradients are combined over a group after each backward pass ("combine").
-    kind: Literal["wait", "group", "op", "divide", "multiply", "skip", "new", "reorder", "shift", "term", "combine"]
-    name: str  # name of the collective; "arange" or "slice" for a range; "backward" for a term, or for gradients
+    # in another order ("reorder"). It is left out ("skip"), gets only the part that is new since its last call ("new"),
+    # or an addend of its operand on the first rank of the group only ("once"). A range continues the range of the
+    # previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group ("term"). Gradients
+    # are combined over a group after each backward pass ("combine"), or wrappers synchronize them in each backward pass
+    # ("synchronize"). All ranks draw the random numbers of rank 0 ("draw"). Activations are kept instead of computed
+    # again ("keep"). Backward passes are weighed by their samples ("weigh"). Of several calls or writes of a line in a
+    # step only the last happens ("last").
+    # fmt: off
+    kind: Literal[
+        "wait", "group", "op", "divide", "multiply", "skip", "new", "reorder",
+        "shift", "term", "combine", "synchronize", "draw", "keep", "last", "once", "weigh",
+    ]
+    # fmt: on
+    # Name of the collective, or of the function that writes; "arange" or "slice" for a range; "backward" for a term, or
+    # for gradients.
+    name: str
     site: str  # the line: "train.py:40"
     # Index of the group; name of the operation; or the number of calls before the same call again. For "wait", name and
-    # line of each collective. For "reorder", the number of pieces of each rank's rows. For "shift", the number of parts
-    # of the range, and whether neighbours have consecutive parts ("inner") or not ("outer"). For "term", the term and
-    # its factor. For "combine", the index of the group, the names of the parameters, and "mean" or "sum".
+    # line of each collective. For "reorder", the number of pieces of each rank's rows. For "once", the index of the
+    # addend. For "skip", the earlier reduction of the same values, if there is one. For "shift", the number of parts of
+    # the range, and whether neighbours have consecutive parts ("inner") or not ("outer"). For "term", the term and its
+    # factor. For "combine", the index of the group, the names of the parameters, and "mean" or "sum". For "last", how
+    # often the line writes in a step; for a function of the code under test a tuple, which also has the file and line
+    # that define it.
     value: Any = None
     # was, now: ranks of each group before and after the change, if it changes the group; for "combine", only `now`.
     was: tuple[tuple[int, ...], ...] = ()
@@ -311,12 +327,15 @@ class Change:
         return f"{self.value[-1]} over {few([named(ranks) for ranks in self.now])}"
 
 
+# fmt: off
 Other = Literal[
-    "truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor", "biases-several-times"
+    "truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor",
+    "tensor-several-times", "biases-several-times", "blocks-in-other-order",
 ]
+# fmt: on
 """Wrong batches or models that mistakes lead to. A batch lacks its last samples, repeats its first samples, or consists
-of its first part only; or one of its tensors repeats its first part. A model has some biases multiplied by the world
-size."""
+of its first part only; or one of its tensors repeats its first part, or has all positions once for each rank. A model
+has some biases multiplied by the world size, or blocks of some parameters in another order."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +360,8 @@ class Alternative:
 
     kind: Other
     values: dict[Result, torch.Tensor]
-    # For "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the group.
+    # For "first-part-of-a-tensor" and "tensor-several-times", the index of the tensor; for the others with names, the
+    # index of the group.
     index: int = 0
     names: tuple[str, ...] = ()
 

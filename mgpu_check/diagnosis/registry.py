@@ -75,14 +75,24 @@ class RuleList(Generic[_Evidence]):
 
     def __init__(self) -> None:
         self._judges: dict[str, RuleOf[_Evidence]] = {}
+        self.experiments: set[RuleOf[_Evidence]] = set()  # the rules whose control was an experiment
 
     def __call__(self, rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
         """Register a rule, and return it unchanged."""
         return self.register(rule, rule)
 
-    def register(self, rule: _Rule, judge: RuleOf[_Evidence]) -> _Rule:
-        """Register a rule by the function that applies it to the evidence, and return the rule."""
+    def with_control(self, rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
+        """Register a rule that has a control of its own, as an experiment has; return it unchanged."""
+        return self.register(rule, rule, experiment=True)
+
+    def register(self, rule: _Rule, judge: RuleOf[_Evidence], *, experiment: bool = False) -> _Rule:
+        """Register a rule by the function that applies it to the evidence, and return the rule.
+
+        `experiment`: the rule finds a mistake only if a changed run, without the mistake, is right.
+        """
         self._judges[_full_name(rule)] = judge
+        if experiment:
+            self.experiments.add(judge)
         return rule
 
     def in_order(self, *rules: Callable[..., Finding | None]) -> tuple[RuleOf[_Evidence], ...]:
@@ -112,14 +122,17 @@ on_checkpoint: RuleList[Restored] = RuleList()  # rules on a resumed run
 on_hash_seeds: RuleList[HashSeeds] = RuleList()  # rules on ranks that fail only with different hash seeds
 
 
-def on_tensors(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
+def on_tensors(rule: RuleOf[Tensors], *, experiment: bool = False) -> RuleOf[Tensors]:
     """Register a rule on evidence that needs its whole tensors; without tensors it finds nothing."""
 
     @functools.wraps(rule)
     def judge(evidence: Evidence) -> Finding | None:
         return None if evidence.tensors is None else rule(evidence.tensors)
 
-    return on_evidence.register(rule, judge)
+    return on_evidence.register(rule, judge, experiment=experiment)
+
+
+on_experiments = functools.partial(on_tensors, experiment=True)  # registers a rule on tensors that asks experiments
 
 
 @functools.cache

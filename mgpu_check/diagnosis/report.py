@@ -28,6 +28,7 @@ class Finding:
     ranks: tuple[int, ...] = ()  # the ranks at fault, if they are known
     site: str = ""  # the line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown
     advice: str = ""  # a more precise advice than that of the mistake; "" if there is no such
+    confirmed: bool = False  # its evidence is that of further cases with other data, too
     also: bool = False  # it holds besides the finding before it, and is no other explanation
 
     def __post_init__(self) -> None:
@@ -140,7 +141,8 @@ class Attempts:
         except (Exception, RankHang) as error:  # the verdict does not depend on the diagnosis
             if os.environ.get(RAISE):
                 raise
-            self._failed.setdefault(_told(error), []).append(label)
+            labels = self._failed.setdefault(_told(error), [])
+            labels += [label] if label not in labels else []  # several cases are diagnosed alike
             return otherwise
 
     def piece(self, read: Callable[[_S], _T], subject: _S, otherwise: _T) -> _T:

@@ -112,6 +112,7 @@ _NEAR = 2e-3  # relative tolerance of each element for a common factor: each ele
 _TELLING = 1e-2
 """Fraction of the largest element below which elements are ignored: they are differences of larger numbers, so that
 their ratios are inexact."""
+_SEVERAL = 3  # fewest elements of a tensor that is no multiple of another one by chance
 _LEAST = 1e-3  # smallest difference of a factor from 1 that counts
 
 
@@ -130,7 +131,8 @@ class Tensors:
     wrong_alone: bool = False  # the step already differs from the reference at world size 1
     # Whether all relations hold for the same batch scaled down; None if that was not tried.
     right_when_small: bool | None = None
-    further: Sequence[Tensors] = ()  # the same case with other seeds, and sometimes with more samples
+    controls: Sequence[Tensors] = ()  # cases with other data that fail too; sometimes they have more samples
+    further: Sequence[Tensors] = ()  # the other ones of this case and its controls, if they have hypotheses
     elsewhere: Tensors | None = None  # the case at another world size, with the results of rank 0 there
     shardwise: bool = False  # the reference takes the world size, and processes the batch shard by shard
     alone: RankTrace | None = None  # the calls of one device
@@ -305,7 +307,12 @@ class Tensors:
         if (factor := self.factor_here(results)) is None:
             return None
         # Few numbers may fit a factor by chance: the cases with other seeds must have the same factor.
-        others = [case.factor_here(results or self.names) for case in self.further]
+        others = []
+        for case in self.further:
+            wrong = case.relations.wrong
+            names = [name for name in results or self.names if name in wrong]
+            names = names or ([] if results else case.names)  # other results may be wrong there
+            others += [case.factor_here(names)] if names else []
         alike = all(other is not None and abs(other - factor) <= 2e-3 * abs(factor) for other in others)
         return factor if alike else None
 
@@ -431,12 +438,19 @@ class Tensors:
                 column.append(piece.flatten())
         return columns
 
-    def stays_as_left(self, name: Result, gradients: Sequence[Left]) -> bool:
+    def stays_as_left(self, name: Result, gradients: Sequence[Left], scaled: bool = False) -> bool:
         """Return whether each rank ends with the gradient of its own backward pass, unlike other ranks.
 
-        `gradients`: sums and norms of the gradients after the backward pass, by rank.
+        Args:
+            name: of the gradient.
+            gradients: sums and norms of the gradients after the backward pass, by rank.
+            scaled: the ranks may have multiplied their gradients, each by a factor of its own, as by clipping.
         """
-        values = [run.values[name] for run in self.seen if name in run.values]
+        values = [run.values[name].double() for run in self.seen if name in run.values]
+        telling = bool(values) and values[0].numel() >= _SEVERAL  # one or two numbers may be any multiple
+        if scaled and telling and len(values) == len(gradients) and all(name.of in own for own in gradients):
+            norms = [(own[name.of]["norm"], float(value.norm())) for own, value in zip(gradients, values, strict=True)]
+            values = [value * (left / now) if now else value for value, (left, now) in zip(values, norms, strict=True)]
         return len(values) == self.size and is_left(name, gradients, values)
 
     def combined(

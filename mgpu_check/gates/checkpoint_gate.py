@@ -94,6 +94,7 @@ def explained(
     epochs: Sequence[Sequence[Sequence[int]]] = (),
     resharded: Mapping[StateEntry, str] = MappingProxyType({}),
     fresh: Entries | None = None,
+    of_steps: Mapping[int, Entries] = MappingProxyType({}),
 ) -> tuple[list[Observable], list[Finding], list[str]]:
     """Return the table row of each entry, the likely causes, and the facts that prove no cause.
 
@@ -103,6 +104,7 @@ def explained(
         epochs: for each rank, the epochs of samplers in the uninterrupted run, before the interruption, and after it.
         resharded: `Restored.resharded`.
         fresh: compares the states right after loading with those of a run that loads nothing; None if that failed.
+        of_steps: compares the states right after loading with those of uninterrupted runs until other steps.
     """
     observables = []
     drawn = [name for name in ends.by_name if name.generator and ends.drawn(name)]
@@ -120,7 +122,14 @@ def explained(
     # Show entries that were lost in loading first: they are the cause, and a report shows only a few rows.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
     altered = {} if loaded is None else _altered(ends, loaded, fresh, resharded)
-    pieces = drawn, _epochs(epochs) or "", resharded, altered
+    # An entry may be that of an earlier or a later step, on all ranks.
+    steps = {
+        name: step
+        for step, state in of_steps.items()
+        for name in altered
+        if not state.ranks_wrong(name) and state.ranks_right(name)
+    }
+    pieces = drawn, _epochs(epochs) or "", resharded, altered, steps
     evidence = attempts.of("the evidence", None, _evidence, ends, loaded, *pieces)
     facts = [f"right after loading, not as saved: {by_ranks(altered, _SHOWN)}"] if altered else []
     return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts), facts
@@ -160,6 +169,7 @@ def _evidence(
     epochs: str,
     resharded: Mapping[StateEntry, str],
     altered: Mapping[StateEntry, Sequence[int]],
+    of_other_steps: Mapping[StateEntry, int],
 ) -> Restored:
     lost_numbers = {name: ranks for name in drawn if (ranks := (loaded or ends).ranks_wrong(name))}
     mismatches = {} if loaded is None else loaded.wrong
@@ -177,6 +187,7 @@ def _evidence(
             numbers_of_rank_0={name: ranks for name, ranks in of_rank_0.items() if name.generator},
             resharded=resharded,
             altered=altered,
+            of_other_steps=of_other_steps,
         )
     parted = {name: ranks for name, ranks in ends.wrong.items() if ends.parted(name)}
     return Restored(
@@ -361,7 +372,7 @@ class _TrainingRuns:
 
     def until(self, world: Place, step: int) -> Path:
         """Return the state of an uninterrupted run after `step` steps."""
-        return self.half(world) if step == self.steps else self._uninterrupted(world, "until the middle", stop=step)
+        return self.half(world) if step == self.steps else self._uninterrupted(world, f"until step {step}", stop=step)
 
     def loaded(self, saved: Place, loaded: Place, step: int) -> Path:
         """Load the checkpoint of the last interruption on other ranks, without a step."""
@@ -411,7 +422,7 @@ def _check(
     training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, interrupted_twice: bool = False
 ) -> None:
     """Check one interruption; with `interrupted_twice` two, of which the first is known to be harmless."""
-    from mgpu_check.gates.run.states import compare, epochs_of, resharded
+    from mgpu_check.gates.run.states import compare
 
     ranks, steps, size = training.ranks, training.steps, loaded[0]
     across = saved != loaded
@@ -460,7 +471,42 @@ def _check(
     detail = ends.by_name[entry][wrong_ranks[0]].detail
     if across:
         remarks.append(_agreement(training, saved, loaded, entry, tolerance))
-    state, fresh, moved, before = None, None, {}, training.half(loaded)
+    observables, findings, facts = _explanation(training, saved, loaded, step, resumed, ends, compared, remarks)
+    twice = f", and again at step {step}," if interrupted_twice else ""
+    summary = (
+        f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)} does not continue"
+        if across
+        else f"resumed at step {steps}{twice} does not continue at {where_is(*loaded)}"
+    )
+    report = Report(
+        f"training {summary}: after step {2 * steps}, {entry} on {named(wrong_ranks)}: {detail}",
+        _case(saved, loaded, steps, step),
+        observables,
+        findings,
+        remarks,
+        known=facts,
+        place=definition_of(training.train),
+    )
+    all_wrong = sorted({rank for ranks_of_entry in ends.wrong.values() for rank in ranks_of_entry})
+    raise ScalingMismatch(str(report), ranks=all_wrong, mistakes=report.mistakes, site=report.site)
+
+
+def _explanation(
+    training: _TrainingRuns,
+    saved: Place,
+    loaded: Place,
+    step: int,
+    resumed: Path,
+    ends: Entries,
+    compared: Callable[..., Entries],
+    remarks: list[str],
+) -> tuple[list[Observable], list[Finding], list[str]]:
+    """Load the checkpoint without a step, and return `explained`. `remarks` gets a line on each run that failed."""
+    from mgpu_check.gates.run.states import epochs_of, resharded
+
+    ranks, across, before = training.ranks, saved != loaded, training.half(loaded)
+    state, fresh, moved = None, None, {}
+    of_steps: dict[int, Entries] = {}
     try:
         before = training.until(loaded, step)
         loaded_path = training.loaded(saved, loaded, step)
@@ -475,25 +521,12 @@ def _check(
     if state is not None and state.wrong:
         with contextlib.suppress(RankFailure, RankHang, ValueError):
             fresh = compared(loaded_path, [training.fresh(loaded)])
-    epochs = ranks.run(epochs_of, [uninterrupted[0], before, resumed], size=size)
-    observables, findings, facts = explained(ends, state, attempts, epochs, moved, fresh)
-    twice = f", and again at step {step}," if interrupted_twice else ""
-    summary = (
-        f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)} does not continue"
-        if across
-        else f"resumed at step {steps}{twice} does not continue at {where_is(*loaded)}"
-    )
-    report = Report(
-        f"training {summary}: after step {2 * steps}, {entry} on {named(wrong_ranks)}: {detail}",
-        _case(saved, loaded, steps, step),
-        observables,
-        findings,
-        [*remarks, *attempts.remarks],
-        known=facts,
-        place=definition_of(training.train),
-    )
-    all_wrong = sorted({rank for ranks_of_entry in ends.wrong.values() for rank in ranks_of_entry})
-    raise ScalingMismatch(str(report), ranks=all_wrong, mistakes=report.mistakes, site=report.site)
+            for other in (step - 1, step + 1) if step > 1 else ():
+                of_steps[other] = compared(loaded_path, [training.until(loaded, other)])
+    epochs = ranks.run(epochs_of, [training.whole(loaded)[0], before, resumed], size=loaded[0])
+    explanation = explained(ends, state, attempts, epochs, moved, fresh, of_steps)
+    remarks += attempts.remarks
+    return explanation
 
 
 def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: StateEntry, tolerance: float | None) -> str:

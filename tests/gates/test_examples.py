@@ -15,7 +15,8 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?|-?\d+e[+-]\d+")
 
 
 def shape(report: str) -> str:
-    """A report without what differs between machines: values to two digits, which elements, paths."""
+    """A report without what differs between machines: values to two digits, which elements, paths, the cost."""
+    report = re.sub(r"^ *diagnosis: .*\n", "", report, flags=re.MULTILINE)
     report = re.sub(r"element \[[\d, ]*\]: got .*$", "element", report, flags=re.MULTILINE)
     report = re.sub(r"[\w./-]*/(?=\w+\.py:\d+)", "", report)
     return NUMBER.sub(lambda number: f"{float(number[0]):.1e}", report)

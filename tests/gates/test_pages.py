@@ -20,6 +20,8 @@ WEEKLY = {
     *("batch-statistics-per-rank", "clipped-before-synchronization", "different-initialization"),
     *("expert-gradients-factor", "loss-term-factor", "memory-formats-differ", "optimizer-differs", "padding-counted"),
     *("positions-restart", "reduced-again", "set-order", "stale-gradients", "wrong-process-group"),
+    *("opposite-sign", "recomputation-differs", "updated-too-often", "random-numbers-per-rank"),
+    *("gradients-not-synchronized", "world-size-factor", "accumulation-factor", "decision-per-rank"),
 }
 """Other tests of gates name these mistakes, and each of these pages takes seconds."""
 

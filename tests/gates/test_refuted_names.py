@@ -212,7 +212,7 @@ def trained(model: nn.Module, batch: Any) -> nn.Module:
 
 def test_steps_are_not_counted_where_the_reference_has_other_optimizers(ranks):
     found = str(report(ranks, MovesAway, reference=MovesTowards))
-    assert "no known mistake explains this" in found
+    assert "looks like opposite-sign" in found
     assert "gradient of 0.weight, gradient of 0.bias and 2 more are -1 times what one device gives" in found
     assert "has stepped" not in found and "does not do" not in found and "in optimizer step" not in found
 

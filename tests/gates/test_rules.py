@@ -25,7 +25,7 @@ from mgpu_check.diagnosis.evidence import (
     UnfinishedCall,
 )
 from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun, Relations, Result
-from mgpu_check.diagnosis.registry import RuleList, known_mistake, mistake
+from mgpu_check.diagnosis.registry import RuleList, known_mistake, mistake, on_evidence
 from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times
@@ -70,6 +70,29 @@ LOADS = ByRank([1, 0], "load_state_dict ran on rank 0")
 )  # fmt: skip
 def test_evidence_is_judged_by_its_data(evidence, mistakes):
     assert [finding.mistake for finding in findings_of(evidence, 3, Attempts())] == mistakes
+
+
+DOUBLED, DRIFTING = Evidence(2, factor=Factor(2.0, 1e-2, "all is")), Evidence(2, buffers_apart="mean")
+
+
+@pytest.mark.parametrize(
+    ("controls", "mistakes"),
+    [
+        (None, ["world-size-factor"]),  # a comparison that has no further cases
+        ([], []),
+        ([DOUBLED], ["world-size-factor"]),
+        ([DOUBLED, DRIFTING], []),  # the second case shows another mistake
+        ([Evidence(2, factor=Factor(1.7, 1e-2, "all is"))], []),
+        ([Evidence(2), DOUBLED], ["world-size-factor"]),  # a case that shows nothing is no evidence
+    ],
+)
+def test_a_mistake_is_named_only_if_further_cases_show_it(controls, mistakes):
+    assert [finding.mistake for finding in findings_of(DOUBLED, 3, Attempts(), controls)] == mistakes
+
+
+def test_a_mistake_that_an_experiment_confirms_needs_no_further_case(monkeypatch):
+    monkeypatch.setattr(on_evidence, "experiments", {rule for rule in RULES if rule.__name__ == "buffers_apart"})
+    assert [finding.mistake for finding in findings_of(DRIFTING, 3, Attempts(), [])] == ["buffers-drift"]
 
 
 def entered(number: int, operand: str) -> Entered:

@@ -34,6 +34,6 @@ def on_change(*kinds: str) -> Callable[[Callable[[Change], Finding]], Callable[[
             change = None if evidence.tensors is None else evidence.tensors.right_with(*kinds)
             return None if change is None else rule(change)
 
-        return on_evidence.register(rule, judge)
+        return on_evidence.register(rule, judge, experiment=True)
 
     return decorate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mgpu_check.diagnosis.evidence import Restored
 from mgpu_check.diagnosis.registry import mistake, on_checkpoint
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.processes.rank_lists import by_ranks, few
+from mgpu_check.processes.rank_lists import by_ranks, few, grouped
 
 _SHOWN = 4
 _UNSAID = "what train does not return (the optimizer, the schedule, the position in the data) was not restored"
@@ -27,6 +27,13 @@ mistake(
     "join the parts of all ranks in order, without their padding, and divide the whole for the new number of ranks",
 )
 
+mistake(
+    "steps-mixed",
+    "a checkpoint has parts of different steps",
+    "save everything at the same step: copy tensors before a thread writes them, write the step number with the "
+    "weights, and rename the file when it is complete",
+)
+
 
 # State that is lost right after loading comes before its consequences.
 @on_checkpoint
@@ -34,6 +41,16 @@ def resharded_wrongly(restored: Restored) -> Finding | None:
     """Detect saved parts that other ranks hold in wrong places after loading."""
     summary = next(iter(restored.resharded.values()), "")
     return Finding("resharded-wrongly", summary) if summary else None
+
+
+@on_checkpoint
+def has_parts_of_other_steps(restored: Restored) -> Finding | None:
+    """Detect entries that are right after loading, on all ranks, as an uninterrupted run has them at another step."""
+    if not restored.of_other_steps:
+        return None
+    by_step = grouped((step, str(name)) for name, step in restored.of_other_steps.items())
+    clauses = [f"{few(names, _SHOWN)} {'is' if len(names) == 1 else 'are'} as after step {s}" for s, names in by_step]
+    return Finding("steps-mixed", f"right after loading, {'; '.join(clauses)}")
 
 
 @on_checkpoint

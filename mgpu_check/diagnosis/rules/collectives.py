@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mgpu_check.diagnosis.divergence import first_wrong_module
 from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_held
-from mgpu_check.diagnosis.registry import mistake, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_experiments, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.rank_lists import few, grouped, intervals, named
@@ -62,7 +63,7 @@ mistake(
 )
 
 
-@on_tensors
+@on_experiments
 def not_waited(tensors: Tensors) -> Finding | None:
     """Detect a collective whose result is read too early, so that the step is right with a wait at once.
 
@@ -153,6 +154,9 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
     """Detect a collective that autograd does not record, on a tensor that gradients should flow through."""
     if not tensors.wrong("grads") and not tensors.gradient_like:
         return None
+    module = first_wrong_module(tensors)
+    if module is not None and module.what == "output":
+        return None  # the forward pass is wrong already
     # A tensor that is sent to another stage gets its gradient in a message back, not by autograd.
     forward = [
         (event, [tensor for tensor in event.tensors if _may_cut(tensors, tensor)])
@@ -202,8 +206,9 @@ _MOST_SUMS = 16  # most elements whose quotients are all tried: the number of pa
 
 mistake(
     "reduced-again",
-    "a running sum is reduced after each batch although it already contains reduced values",
-    "keep each rank's own sum, and reduce it once, at the end; or reduce only the new values, and add the result",
+    "a value is reduced although it is, or contains, a reduced value already",
+    "reduce each value once: no all_reduce after reduce_scatter or DistributedDataParallel; keep each rank's own "
+    "running sum, and reduce it at the end, or only the new values",
 )
 
 
@@ -348,6 +353,94 @@ def _explained(got: list[float], expected: list[float], repeated: list[float], s
 
 def _equal(values: Sequence[float], expected: Sequence[float]) -> bool:
     return all(abs(value - also) <= _EXACT * abs(also) for value, also in zip(values, expected, strict=True))
+
+
+mistake(
+    "other-values-combined",
+    "a collective combines values of ranks that do not belong together",
+    "let all ranks reduce the same names in the same order: gather the names, join and sort them, and put 0 for what a "
+    "rank lacks",
+)
+
+_COMPUTED: tuple[Callable[[Sequence[float], int], float], ...] = (
+    lambda row, size: row[0],
+    lambda row, size: row[0] / size,
+    lambda row, size: row[0] / row[1] if row[1] else row[0],  # a count of 0 goes with a sum of 0
+)
+"""The values that a step may compute from the sum of a row of numbers, for a number of ranks."""
+
+
+@on_tensors
+def combines_other_values(tensors: Tensors) -> Finding | None:
+    """Detect rows of numbers that ranks sum in orders of their own: returned names are in other orders, too.
+
+    The sums of the rows with equal names give the results of one device.
+    """
+    names = [[name for name, value in run.values.items() if name.kind == "returned"] for run in tensors.seen]
+    if not all(names) or all(own == names[0] for own in names):
+        return None
+    for site, rows, sums in _rows_summed(tensors, [len(own) for own in names]):
+        if any(len(own) != len(numbers) for own, numbers in zip(names, rows, strict=True)):
+            continue
+        together: dict[Result, list[float]] = {}
+        for own, numbers in zip(names, rows, strict=True):
+            for name, row in zip(own, numbers, strict=True):
+                together[name] = [a + b for a, b in zip(together.get(name, [0.0] * len(row)), row, strict=True)]
+        if any(_gives(compute, tensors, names, sums, together) for compute in _COMPUTED):
+            orders = "; ".join(f"{few([own.label for own in labels])} on rank {r}" for r, labels in enumerate(names))
+            summary = f"{site} adds up numbers in the order of each rank's own names: {orders}"
+            return Finding("other-values-combined", summary, site=site)
+    return None
+
+
+def _rows_summed(
+    tensors: Tensors, counts: Sequence[int]
+) -> Iterator[tuple[str, list[list[list[float]]], list[list[float]]]]:
+    """Yield the lines that sum a row of numbers for each name, with the rows of each rank, and the sums.
+
+    The rows are in one call, or each has its own. `counts`: the number of names on each rank.
+    """
+    calls: dict[str, list[tuple[CallEvent, ...]]] = {}
+    for same in tensors.together("collective"):
+        if len({(event.name, event.site) for event in same}) == 1 and same[0].details.get("op", "sum") == "sum":
+            calls.setdefault(same[0].site, []).append(same)
+    for site, several in calls.items():
+        operands = [[_values(event) for event in same] for same in several]
+        if any(pair is None for same in operands for pair in same):
+            continue
+        flat = [[pair for pair in same if pair is not None] for same in operands]
+        if len(several) == 1 and len(set(counts)) == 1 and len(flat[0][0][0]) % counts[0] == 0:
+            width = len(flat[0][0][0]) // counts[0]
+            yield site, [_cut(before, width) for before, _ in flat[0]], _cut(flat[0][0][1], width)
+        elif set(counts) == {len(several)}:
+            ranks = [[same[rank][0] for same in flat] for rank in range(len(counts))]
+            yield site, ranks, [same[0][1] for same in flat]
+
+
+def _cut(values: Sequence[float], width: int) -> list[list[float]]:
+    return [list(values[start : start + width]) for start in range(0, len(values), width)]
+
+
+def _gives(
+    compute: Callable[[Sequence[float], int], float],
+    tensors: Tensors,
+    names: Sequence[Sequence[Result]],
+    sums: Sequence[Sequence[float]],
+    together: Mapping[Result, Sequence[float]],
+) -> bool:
+    """Return whether ranks compute their values from the sums in this way, and one device those of equal names."""
+    try:
+        for run, own in zip(tensors.seen, names, strict=True):
+            for name, row in zip(own, sums, strict=True):
+                if not _equal([float(run.values[name])], [compute(row, tensors.size)]):
+                    return False
+        expected = tensors.expected.exact
+        return all(
+            name in expected and _equal([float(expected[name])], [compute(row, tensors.size)])
+            for name, row in together.items()
+        )
+    except (IndexError, ValueError, RuntimeError, ZeroDivisionError):  # not a row of the right length, or no number
+        return False
 
 
 _NEAR = 2e-3  # relative tolerance of a ratio: the results and the hypothesis are summed in different orders
@@ -531,7 +624,8 @@ def right_by_the_size_of_a_group(change: Change) -> Finding:
 @on_change("op")
 def right_by_another_operation(change: Change) -> Finding:
     """Detect a reduction with the wrong operation."""
-    summary = f"{change.where} with {str(change.value).upper()} makes the step right"
+    by = "the root of the sum of squares" if change.value == "norm" else str(change.value).upper()
+    summary = f"{change.where} with {by} makes the step right"
     return Finding("wrong-reduction", summary, site=change.site)
 
 
@@ -541,6 +635,9 @@ def right_without_a_collective(change: Change) -> Finding:
     if change.kind == "new":
         new = "with only new values reduced each time, the step is right"
         summary = f"{change.where} reduces its earlier results again; {new}"
+        return Finding("reduced-again", summary, site=change.site)
+    if change.value is not None:
+        summary = f"{change.where} reduces what {change.value} has reduced already; without it the step is right"
         return Finding("reduced-again", summary, site=change.site)
     # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
     summary = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
@@ -557,7 +654,7 @@ def right_in_another_order(change: Change) -> Finding:
     return Finding("gathered-in-other-order", summary, site=change.site)
 
 
-@on_tensors
+@on_experiments
 def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     """Detect one term of the loss that is off by the size of a group; the other terms are right."""
     change = tensors.right_with("term")

@@ -46,8 +46,9 @@ mistake(
 )
 mistake(
     "split-differs-between-ranks",
-    "ranks split the data into training and validation differently",
-    "pass generator=torch.Generator().manual_seed(seed) to random_split, with one seed for all ranks",
+    "ranks shuffle or split the data differently, so that their parts overlap",
+    "shuffle and split by a generator with one seed for all ranks: random_split(…, generator=torch.Generator()."
+    "manual_seed(seed)), or the same for a permutation whose parts the ranks take",
 )
 
 
@@ -273,6 +274,27 @@ def truncates(tensors: Tensors) -> Finding | None:
 
 
 @on_tensors
+def counts_a_tensor_several_times(tensors: Tensors) -> Finding | None:
+    """Detect a tensor of the batch that all ranks have, and that a gather puts together as if it were divided."""
+    several = f"with all positions of one tensor of the batch {tensors.size} times, once for each rank"
+    return _of_another_batch(tensors, "partial-result-added-on-every-rank", several, "tensor-several-times")
+
+
+@on_tensors
+def blocks_in_other_order(tensors: Tensors) -> Finding | None:
+    """Detect blocks of a divided tensor in another order: one device gives the same with these blocks exchanged."""
+    for alternative in tensors.hypotheses.alternatives:
+        if alternative.kind == "blocks-in-other-order" and tensors.is_alternative(alternative):
+            blocks, *names = alternative.names
+            summary = (
+                f"{tensors.names[0]} is what one device gives with the rows of {few(names)} as {blocks} with both "
+                "numbers exchanged"
+            )
+            return Finding("blocks-in-other-order", summary)
+    return None
+
+
+@on_tensors
 def pads_the_batch(tensors: Tensors) -> Finding | None:
     """Detect padding: one device gives the same result if the batch has the first samples twice."""
     twice = f"when the first {-tensors.samples % tensors.size} of {tensors.samples} samples are taken twice"
@@ -383,6 +405,12 @@ mistake(
     "not-scattered",
     "non-tensor arguments reach every replica whole, not split",
     "make tensors of lists before DataParallel scatters the batch",
+)
+mistake(
+    "blocks-in-other-order",
+    "the blocks of a divided tensor are in another order than on one device",
+    "cut a fused weight (gate and up; query, key and value) piece by piece, and repeat each head where it is "
+    "(repeat_interleave), not all heads one after the other",
 )
 mistake(
     "gathered-in-other-order",

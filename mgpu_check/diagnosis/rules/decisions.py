@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.divergence import has_unlike_results
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observations import Result
+from mgpu_check.diagnosis.observations import Change, Result
 from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.rank_lists import grouped, named
 
 if TYPE_CHECKING:
@@ -71,6 +72,14 @@ def starts_apart(evidence: Evidence) -> Finding | None:
 def decides_by_rank(evidence: Evidence) -> Finding | None:
     """Detect steps, learning rates, loss scales or trained parameters that differ between ranks."""
     return next((Finding("decision-per-rank", each.told) for each in evidence.decisions if each.apart), None)
+
+
+@on_change("draw")
+def right_with_numbers_of_rank_0(change: Change) -> Finding:
+    """Detect random numbers that should be the same on all ranks."""
+    seeded = f"; seeds are set at {change.site}" if change.site else ""
+    summary = f"if all ranks draw the random numbers of rank 0, the step is right{seeded}"
+    return Finding("random-numbers-per-rank", summary, site=change.site)
 
 
 @on_evidence
@@ -152,7 +161,8 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
 @on_tensors
 def calls_models_apart(tensors: Tensors) -> Finding | None:
     """Detect a copy or an average of the model that only some ranks keep: ranks call it with different parameters."""
-    if any(tensors.is_of_model(name) for name in (*tensors.wrong(), *tensors.relations.split)):
+    broken = [*tensors.wrong(), *tensors.relations.split]
+    if not broken or any(tensors.is_of_model(name) for name in broken):
         return None
     for same in tensors.together("model"):
         sums_by_rank = [event.details["parameters"] for event in same]

@@ -45,6 +45,11 @@ mistake(
     "divide each micro-batch's loss by the number of micro-batches of its own window, the last and incomplete one "
     "included, or sum and divide once by the count",
 )
+mistake(
+    "opposite-sign",
+    "a value has the opposite sign",
+    "look for an exchanged difference, such as new minus old for old minus new, and for a gradient that is subtracted",
+)
 
 
 @on_evidence
@@ -78,7 +83,18 @@ def off_by_world_size(evidence: Evidence) -> Finding | None:
     summary = f"{factor.told} {times} what one device gives, on {size} ranks{twice}"
     if factor.rough:
         summary = f"{factor.told}: the world size{' inverted' if power < 0 else ''}{factor.ending}"
-    return Finding("world-size-factor", summary)
+    tensors = evidence.tensors  # the common factor is that of all further cases
+    confirmed = tensors is not None and bool(tensors.further) and tensors.factor() is not None
+    return Finding("world-size-factor", summary, confirmed=confirmed)
+
+
+@on_evidence
+def off_by_a_sign(evidence: Evidence) -> Finding | None:
+    """Detect the factor -1."""
+    factor = evidence.factor
+    if factor is None or abs(factor.value + 1) > factor.near:
+        return None
+    return Finding("opposite-sign", f"{factor.told} -1 times what one device gives{factor.ending}")
 
 
 @on_evidence
@@ -101,18 +117,19 @@ def _by_micro_batches(evidence: Evidence) -> bool:
     return factor is not None and any(factor.is_power(evidence.micro_batches, power) for power in (1, -1))
 
 
-@on_evidence
+@on_evidence.with_control  # the other world size
 def grows_with_world_size(evidence: Evidence) -> Finding | None:
-    """Detect a factor that is the same power of the world size at two world sizes, or a factor of the updates."""
+    """Detect a factor that is the same power of the world size at two world sizes."""
     factor, tensors = evidence.factor, evidence.tensors
     if factor is None or tensors is None or off_by_world_size(evidence) or _by_micro_batches(evidence):
         return None
-    if tensors.factor() is not None:
-        ratio, elsewhere, ratio_elsewhere = factor.value, tensors.elsewhere, tensors.factor_elsewhere()
-        if tensors.size < 2 or elsewhere is None or ratio_elsewhere is None or min(ratio, ratio_elsewhere) <= 0:
-            return None
-        if abs(math.log(ratio, tensors.size) - math.log(ratio_elsewhere, elsewhere.size)) > 1e-2:
-            return None
+    ratio, elsewhere, ratio_elsewhere = tensors.factor(), tensors.elsewhere, tensors.factor_elsewhere()
+    if tensors.size < 2 or ratio is None or elsewhere is None or ratio_elsewhere is None:
+        return None  # a factor of updates alone may be that of a learning rate
+    if min(ratio, ratio_elsewhere) <= 0:
+        return None
+    if abs(math.log(ratio, tensors.size) - math.log(ratio_elsewhere, elsewhere.size)) > 1e-2:
+        return None
     summary = f"{factor.told} {factor.value:.6g} times what one device gives, on {evidence.size} ranks"
     return Finding("world-size-factor", summary)
 

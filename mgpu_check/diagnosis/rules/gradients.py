@@ -1,6 +1,7 @@
 """Detect mistakes in how ranks combine the gradients and metrics of their parts, reuse gradients, and clip them.
 
-Gradients of an earlier step or micro-batch may be reused by a later one, or gradients be clipped by a wrong norm.
+Gradients of an earlier step or micro-batch may be reused by a later one, or gradients be clipped by a wrong norm. A
+part of the step may run more often than on one device: in each micro-batch, or again for backward.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.divergence import module_of_partial_gradients
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observations import CallEvent, Result, is_clipped, norms_of
-from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_clipped, norms_of
+from mgpu_check.diagnosis.registry import mistake, on_evidence, on_experiments, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ mistake(
 )
 mistake(
     "partial-result-added-on-every-rank",
-    "a term that belongs to the result once is added on every rank, before the sum",
-    "add the bias (or residual) after the all_reduce, or on one rank only",
+    "a term that belongs to the result once enters a sum or a gather once for each rank",
+    "add the bias (or residual) after the all_reduce, or on one rank only; gather only what is divided",
 )
 
 
@@ -98,7 +100,15 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
     return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
 
 
-@on_tensors
+@on_change("synchronize")
+def right_if_always_synchronized(change: Change) -> Finding:
+    """Detect gradients that a wrapper synchronized in the wrong backward pass."""
+    summary = f"if each backward pass synchronizes gradients, and not as {change.where} says, the step is right"
+    advice = "leave no_sync before the forward pass of the last micro-batch, and not earlier or later"
+    return Finding("gradients-not-synchronized", summary, site=change.site, advice=advice)
+
+
+@on_experiments
 def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     """Detect gradients that each rank's own backward left, and maybe clipped, where combining them makes it right."""
     local = [name for name in tensors.relations.split if name.kind == "grads"]
@@ -109,6 +119,8 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     clips = [next(iter(trace.of("clip")), None) for trace in tensors.traces]
     clipped = is_clipped(gradients, [None if clip is None else clip.details.get("norm") for clip in clips])
     own = [name for name in local if (clipped and name.of in gradients[0]) or tensors.stays_as_left(name, gradients)]
+    if not own and all(tensors.stays_as_left(name, gradients, scaled=True) for name in local):
+        own = local
     change = tensors.right_with("combine")
     if not own or change is None:
         return None
@@ -183,6 +195,17 @@ def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
     return ""
 
 
+@on_change("once")
+def right_with_an_addend_once(change: Change) -> Finding:
+    """Detect an addend of a sum over ranks that each rank has, such as a residual."""
+    addend = ("first", "second")[change.value]
+    summary = (
+        f"{change.where} adds up sums of two terms; with the {addend} term of one rank only, the step is right: each "
+        f"of {change.size} ranks adds it"
+    )
+    return Finding("partial-result-added-on-every-rank", summary, site=change.site)
+
+
 @on_tensors
 def added_on_every_rank(tensors: Tensors) -> Finding | None:
     """Detect a term that every rank adds before the sum: the result has it once per rank instead of once."""
@@ -233,6 +256,9 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
             got, before = stages[step][name].double(), exact[step - 1].get(name)
             if before is None or not before.shape == got.shape == value.shape:
                 continue
+            first, allowed = stages[step - 1].get(name), tensors.expected.allowances[step - 1].get(name)
+            if first is None or allowed is None or bool(((first.double() - before).abs() > allowed).any()):
+                continue  # the gradient of the step before is wrong itself
             excess, before = got - value.double(), before.double()
             share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
             if share > _LEFT_OUT and tensors.same(excess, share * before, got):
@@ -327,7 +353,7 @@ def clips_parts(tensors: Tensors) -> Finding | None:
 @on_tensors
 def limits_another_norm(tensors: Tensors) -> Finding | None:
     """Detect clipping by the wrong norm: ranks agree, and are right only if the batch is scaled down."""
-    if tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):
+    if not tensors.names or tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):
         return None
     return Finding(
         "clipped-before-synchronization",
@@ -376,3 +402,36 @@ def _gradients(case: Tensors) -> Iterator[list[torch.Tensor]]:
         ]
         if sum(value.numel() for value in gradients) > 1 and all(bool(value.isfinite().all()) for value in gradients):
             yield gradients
+
+
+mistake(
+    "updated-too-often",
+    "a moving average, a counter or a statistic is updated several times in a step, and on one device once",
+    "update it once, after the optimizer step: not in each micro-batch, and not again in a recomputed forward pass",
+)
+mistake(
+    "recomputation-differs",
+    "a forward pass that is computed again for backward differs from the one before",
+    "keep everything that the checkpointed function reads as it was: the states of generators, buffers, flags of "
+    "modules; let it update nothing",
+)
+
+
+@on_change("last")
+def written_several_times(change: Change) -> Finding:
+    """Detect writes that a step repeats, if the step is right when only the last of them happens."""
+    if isinstance(change.value, tuple):
+        summary = f"{change.where} is called {change.value[0]} times in each step; with the last call alone"
+    else:
+        summary = (
+            f"{change.where} writes to the same tensors {change.value} times in each step; with the last write alone"
+        )
+    summary += " the step is right"
+    return Finding("updated-too-often", summary, site=change.site)
+
+
+@on_change("keep")
+def recomputes_something_else(change: Change) -> Finding:
+    """Detect recomputation that changes the results: the step is right if activations are kept."""
+    summary = f"{change.where} computes activations again in backward; if it keeps them, the step is right"
+    return Finding("recomputation-differs", summary, site=change.site)

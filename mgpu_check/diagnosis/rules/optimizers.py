@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.observations import Result, is_left, norms_of
-from mgpu_check.diagnosis.registry import mistake, on_tensors
+from mgpu_check.diagnosis.registry import mistake, on_experiments, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few, named
 
@@ -38,7 +38,7 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
     return Finding("optimizer-differs", summary, tuple(lost))
 
 
-@on_tensors
+@on_experiments
 def optimizes_its_own(tensors: Tensors) -> Finding | None:
     """Detect an optimizer step with unsynchronized gradients, even if parameters are averaged later.
 
@@ -87,6 +87,23 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
         f"device{f' on {named(odd)}' if odd else ''}; "
         f"{reason or 'the settings of its group are those of one device: it is the update rule'}",
         odd,
+    )
+
+
+@on_tensors
+def starts_anew(tensors: Tensors) -> Finding | None:
+    """Detect several optimizers that make as many steps together as one on one device: each begins without a state."""
+    single = tensors.expected.single
+    counts = {(run.optimizers, run.optimizer_steps) for run in tensors.seen}
+    if len(counts) > 1 or not single.optimizers or not tensors.wrong("params"):
+        return None
+    optimizers, steps = counts.pop()
+    if steps != single.optimizer_steps or not single.optimizers < optimizers <= steps:
+        return None
+    return Finding(
+        "optimizer-differs",
+        f"{optimizers} optimizers make {steps} steps together on ranks, and {single.optimizers} on one device: each "
+        "starts without the moments that the one before has collected",
     )
 
 

@@ -6,7 +6,7 @@ says what a rule must come before, and why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Loader, Restored, UnfinishedCall
@@ -43,6 +43,14 @@ RULES = on_evidence.in_order(
     collectives.strided_view,
     collectives.uneven_tensors,
     collectives.other_layouts,
+    # A change makes the step right that right calls do not need. Changes of scale may undo other mistakes; see below.
+    gradients.recomputes_something_else,
+    gradients.written_several_times,
+    gradients.right_if_always_synchronized,
+    statistics.counts_micro_batches_alike,
+    collectives.right_in_another_group,
+    collectives.right_where_positions_go_on,
+    collectives.right_in_another_order,
     # Calls show that ranks act differently, which explains every other difference.
     decisions.restores_on_some,  # a checkpoint that some ranks load also looks like a different initialization
     clause("epochs-not-reshuffled", "repeated_epoch"),
@@ -61,6 +69,7 @@ RULES = on_evidence.in_order(
     decisions.restores_later_on_some,
     decisions.steps_unlike_one_device,
     collectives.reduces_again,
+    collectives.combines_other_values,
     data.surplus_samples,
     data.pads_a_metric,
     # One device gives exactly this result for another batch, or updates other parameters.
@@ -75,9 +84,7 @@ RULES = on_evidence.in_order(
     decisions.decides_for_its_parameters,
     optimizers.steps_other_tensors,
     # A change to one call makes the step right.
-    collectives.right_in_another_group,
-    collectives.right_where_positions_go_on,
-    collectives.right_in_another_order,
+    decisions.right_with_numbers_of_rank_0,
     collectives.right_with_a_term_scaled,
     collectives.right_by_another_operation,
     collectives.right_without_a_collective,
@@ -91,7 +98,6 @@ RULES = on_evidence.in_order(
     gradients.clips_first,
     gradients.clips_parts,
     factors.clips_each_part,
-    factors.limits_by_a_norm_of_parts,
     # How gradients were combined: factors that differ between ranks, and rounded counts, before equal weights. Batch
     # statistics of parts also give gradients of parts. All of these also leave factors.
     factors.unscales_by_its_own,
@@ -104,6 +110,9 @@ RULES = on_evidence.in_order(
     gradients.adds_what_was_left,
     collectives.off_by_number_of_groups,
     gradients.added_on_every_rank,
+    gradients.right_with_an_addend_once,
+    data.counts_a_tensor_several_times,
+    data.blocks_in_other_order,
     collectives.parted_by_group,
     factors.experts_off_by_their_group,  # before the world size, which the factor also fits
     factors.first_step_off_by_world_size,
@@ -120,6 +129,7 @@ RULES = on_evidence.in_order(
     data.missing_rows,
     factors.not_divided_by_micro_batches,  # before the world size, which may be this ratio
     factors.off_by_world_size,
+    factors.off_by_a_sign,
     statistics.mean_of_metrics,
     data.pads,
     data.counted_by_every_rank,
@@ -129,6 +139,7 @@ RULES = on_evidence.in_order(
     statistics.takes_parts_for_the_batch,
     statistics.mean_of_parts,
     # The gradients of the first step with wrong parameters are right.
+    optimizers.starts_anew,
     optimizers.makes_something_else,
     clause("optimizer-differs", "updates"),
     # Several mistakes explain this evidence.
@@ -145,6 +156,7 @@ RULES = on_evidence.in_order(
     collectives.other_reduction,
     gradients.outside_of_the_wrapper,
     collectives.parameters_of_other_layouts,
+    factors.limits_by_a_norm_of_parts,
     gradients.limits_another_norm,
     collectives.right_by_the_size_of_a_group,
     # The evidence does not rule these mistakes out; they are a last resort.
@@ -184,6 +196,7 @@ RULES_OF_LOADERS = on_loader.in_order(
 
 RULES_OF_CHECKPOINTS = on_checkpoint.in_order(
     checkpoints.resharded_wrongly,  # before lost entries: the values are there, and in the wrong places
+    checkpoints.has_parts_of_other_steps,
     # Before lost entries: after a load on some ranks, the same entries are lost on the others.
     checkpoints.loaded_on_some,
     checkpoints.goes_on_in_another_epoch,
@@ -202,12 +215,32 @@ RULES_OF_HASH_SEEDS = on_hash_seeds.in_order(
 """The rules on ranks that fail only with different hash seeds."""
 
 
-def findings_of(evidence: Evidence, most: int, attempts: Attempts) -> list[Finding]:
+def findings_of(
+    evidence: Evidence, most: int, attempts: Attempts, controls: Sequence[Evidence] | None = None
+) -> list[Finding]:
     """Return at most `most` mistakes, the likeliest first, without repetition.
 
-    `attempts`: collects the rules that fail.
+    Args:
+        evidence: of the case that failed.
+        most: the largest number of mistakes.
+        attempts: collects the rules that fail.
+        controls: the evidence of further cases that fail, with other data. A mistake is left out unless it is among
+            those of each of them that shows any, or unless an experiment has confirmed it. None if the comparison has
+            no such cases.
     """
-    return distinct(_found(evidence, attempts), most)
+    return distinct(_confirmed(evidence, controls, attempts), most)
+
+
+def _confirmed(evidence: Evidence, controls: Sequence[Evidence] | None, attempts: Attempts) -> Iterator[Finding | None]:
+    shown: list[set[str]] | None = None  # the mistakes of each control that shows any
+    for rule, finding in judged(evidence, attempts):
+        if controls is not None and rule not in on_evidence.experiments and not finding.confirmed:
+            if shown is None:
+                mistakes = ({other.mistake for _, other in judged(control, attempts)} for control in controls)
+                shown = [names for names in mistakes if names]
+            if not shown or any(finding.mistake not in names for names in shown):
+                continue
+        yield finding
 
 
 def findings_of_calls(evidence: UnfinishedCall, most: int, attempts: Attempts) -> list[Finding]:
@@ -247,12 +280,13 @@ def distinct(named: Iterable[Finding | None], most: int | None = None) -> list[F
     return list(findings.values())
 
 
-def _found(evidence: Evidence, attempts: Attempts) -> Iterator[Finding | None]:
-    """Yield the finding of each rule, without those that a failure at world size 1 refutes."""
+def judged(evidence: Evidence, attempts: Attempts) -> Iterator[tuple[RuleOf[Evidence], Finding]]:
+    """Yield each rule that finds a mistake, and its finding, without those that a failure at world size 1 refutes."""
     wrong_alone = evidence.tensors is not None and evidence.tensors.wrong_alone
     for rule in RULES:
         finding = _attempted(rule, evidence, attempts)
-        yield None if finding is None or (wrong_alone and known_mistake(finding.mistake).of_ranks) else finding
+        if finding is not None and not (wrong_alone and known_mistake(finding.mistake).of_ranks):
+            yield rule, finding
 
 
 def _attempted(rule: RuleOf[_Evidence], evidence: _Evidence, attempts: Attempts) -> Finding | None:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.diagnosis.rules.gradients import clips_parts
 from mgpu_check.processes.rank_lists import named
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observations import Division, Result
+    from mgpu_check.diagnosis.observations import Change, Division, Result
     from mgpu_check.diagnosis.tensors import Tensors
 
 
@@ -26,6 +27,19 @@ mistake(
     "convert BatchNorm with torch.nn.SyncBatchNorm.convert_sync_batchnorm, all-reduce or gather other statistics "
     "of the batch, or compare with a reference that takes the batch shard by shard",
 )
+
+
+@on_change("weigh")
+def counts_micro_batches_alike(change: Change) -> Finding:
+    """Detect means over micro-batches of unlike sizes that count alike."""
+    summary = (
+        f"the micro-batches of {change.where} have unlike numbers of samples; with each backward pass weighed by its "
+        "samples the step is right"
+    )
+    advice = (
+        "divide each micro-batch's sum by the samples of the whole step, not its mean by the number of micro-batches"
+    )
+    return Finding("mean-of-means", summary, site=change.site, advice=advice)
 
 
 @on_evidence

@@ -150,9 +150,11 @@ def _loads(tensors: Tensors) -> ByRank:
 
 def _steps(tensors: Tensors) -> ByRank:
     steps = [run.optimizer_steps for run in tensors.seen]
-    each = {run.optimizer_steps / max(1, run.optimizers) for run in tensors.seen}  # a rank may have several optimizers
+    # A rank may have several optimizers; or none, and leave the steps and the gradients to others.
+    stepping = [run for run in tensors.seen if run.optimizer_steps or run.keeps_gradients]
+    each = {run.optimizer_steps / max(1, run.optimizers) for run in stepping}
     relations = tensors.relations
-    if len(each) == 1 or not (relations.split or any(len(ranks) < tensors.size for ranks in relations.wrong.values())):
+    if len(each) < 2 or not (relations.split or any(len(ranks) < tensors.size for ranks in relations.wrong.values())):
         return ByRank()  # ranks end alike: one of them may step for all
     summary = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
     return ByRank(steps, f"the optimizer has stepped a different number of times on each rank ({summary})")
@@ -250,7 +252,8 @@ def _normalizes(tensors: Tensors) -> str:
 def _draws(tensors: Tensors) -> str:
     if all(_drawn(trace) == tensors.expected.drawn for trace in tensors.traces):
         return ""
-    if not set(tensors.names or _off(tensors)) <= set(tensors.by_draws):
+    mismatches = tensors.names or _off(tensors)
+    if not mismatches or not set(mismatches) <= set(tensors.by_draws):
         return ""  # something else is wrong, too
     return (
         "each rank draws random numbers for its own part of the batch, as dropout and noise do: the comparison with "

@@ -88,6 +88,7 @@ class Mismatch(Failure):
     of_update: bool = False  # the gradients are right and the parameters are wrong
     wrong_alone: bool = False  # the step already differs from the reference at world size 1
     repeated: bool = True  # a second run completed
+    effort: str = ""  # the further cases and the changed runs of the diagnosis, and their time
 
 
 _SHOWN = 8  # most ranks, or groups of ranks, whose values a report shows
@@ -214,4 +215,6 @@ def _remarks(failure: Mismatch) -> Iterator[str]:
         yield f"random numbers: the CPU generators of ranks are in different states in the end ({groups})"
     if not failure.repeated:
         yield "a second run fails"
+    if failure.effort:
+        yield failure.effort
     yield from failure.expected.remarks

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +30,14 @@ from mgpu_check.gates.comparison.relations import RANDOM, allowed_for, close, ra
 from mgpu_check.gates.explanation.evidence import calls_of, evidence_of, unlike
 from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn, late_hang
 from mgpu_check.gates.gate_arguments import definition_of, wants_world_size
-from mgpu_check.gates.run.hypotheses import left_on_cpu, run_hypotheses
-from mgpu_check.gates.run.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
+from mgpu_check.gates.run.hypotheses import left_on_cpu, run_block_orders, run_hypotheses
+from mgpu_check.gates.run.interventions import (
+    part_of,
+    run_changed,
+    run_noting_ranges,
+    run_noting_repetitions,
+    run_noting_terms,
+)
 from mgpu_check.gates.run.step_runs import run_redrawn, run_traced
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, size_of
 from mgpu_check.gates.search.trials import Effort, Trial, Trials
@@ -72,6 +80,7 @@ _Group = tuple[int, tuple[tuple[int, ...], ...]]  # index among a rank's groups,
 _Line = tuple[tuple[str, str], list[CallEvent]]  # name and line of a collective, and its calls on all ranks
 
 _MOST_LINES = 12
+_NEAR = 1e-4  # tolerance, as a fraction of the norm, between sums of one value that were added up in other orders
 _MOST_RUNS = 40
 _MOST_TERMS = 4
 _EXTREMES = ("max", "min")
@@ -132,6 +141,8 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
     """
     lines = _lines(traces)
     yield from _waits(lines, relations)
+    yield from _once(trials, scenario, traces)
+    yield from _reduced_again(lines, traces[0]) if traces else ()
     groups = _groups(traces, scenario.world_size)
     several = [group for group in groups if len(group[1][0]) > 1]
     yield from _in_groups(lines, several)
@@ -153,11 +164,62 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
         op, size = _op_and_size(events)
         if _kind(name) != "reduction":
             continue
-        yield from (Change("op", name, line, operation, size=size) for operation in ("max", "sum") if operation != op)
+        others = (operation for operation in ("max", "sum", "norm") if operation != op)
+        yield from (Change("op", name, line, operation, size=size) for operation in others)
+        groups_here = tuple(dict.fromkeys(event.details.get("group", ()) for event in events))
+        if op == "sum" and any(tensor["shape"] for tensor in events[0].tensors):
+            yield from (Change("once", name, line, addend, now=groups_here, size=size) for addend in (0, 1))
         yield Change("skip", name, line, size=size)
         calls, rest = divmod(len(events), len(traces) * max(1, scenario.steps))
         if scenario.steps > 1 and not rest and op == "sum":
             yield Change("new", name, line, calls, size=size)
+
+
+def _once(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
+    """Yield changes of what happens at the wrong time: draws, recomputation, synchronization, repeated writes."""
+    steps, first = max(1, scenario.steps), traces[0] if traces else RankTrace()
+    for event in first.of("recompute")[:1]:
+        yield Change("keep", event.name, event.site)
+    passes = len(first.of("backward"))
+    for event in [*first.of("no_sync"), *first.of("wrap")][:1] if passes > steps else ():
+        yield Change("synchronize", event.name, event.site)
+    if passes > steps:
+        yield Change("weigh", "backward", first.of("backward")[0].site)
+    numbers = {trace.numbers for trace in traces}
+    if first.drawn and len({trace.drawn for trace in traces}) == 1 and (len(numbers) > 1 or None in first.numbers):
+        seeded = next(iter(first.of("generator", "seed")), None)
+        yield Change("draw", "draws", "" if seeded is None else seeded.site)
+    try:
+        ranks = _patiently(trials, run_noting_repetitions, scenario)
+    except _ENDS:
+        return
+    updates = max(steps, next((len(trace.of("step")) for trace in traces), 0))
+    repeated = [own for own in ranks[0] if own[2][0] > updates and not own[2][0] % updates]
+    for name, line, (count, *defined) in [own for own in repeated if all(own in others for others in ranks)][
+        :_MOST_LINES
+    ]:
+        times = count // updates
+        yield Change("last", name, line, (times, *defined) if defined else times)
+
+
+def _reduced_again(lines: Sequence[_Line], trace: RankTrace) -> Iterator[Change]:
+    """Leave out each reduction of what an earlier line has reduced: a multiple of its result, or of all its results."""
+    calls = trace.of("collective")
+    for (name, line), events in lines:
+        index = next(number for number, event in enumerate(calls) if (event.name, event.site) == (name, line))
+        operand: Mapping[str, float] = next((tensor.get("before", {}) for tensor in calls[index].tensors), {})
+        if _kind(name) != "reduction" or not operand.get("norm"):
+            continue
+        results: dict[str, list[Mapping[str, float]]] = {}
+        for event in calls[:index]:
+            if event.name in COLLECTIVES and COLLECTIVES[event.name].reduces and event.details.get("after"):
+                results.setdefault(event.where, []).append(event.details["after"][0])
+        for where, several in results.items():
+            sums = [(several[-1]["sum"], several[-1]["norm"])]
+            sums += [(sum(own["sum"] for own in several), math.hypot(*(own["norm"] for own in several)))]
+            if any(abs(operand["sum"] / operand["norm"] - total / norm) <= _NEAR for total, norm in sums if norm):
+                yield Change("skip", name, line, where, size=_op_and_size(events)[1])
+                break
 
 
 def _op_and_size(events: Sequence[CallEvent]) -> tuple[str, int]:
@@ -293,8 +355,11 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
 
 
 _SMALL = 2.0**-10
-_FURTHER = 2
-_LARGE = 1_000_000
+_FURTHER = 2  # least controls, if the wrong results are few values
+_SEEDS = 4  # most seeds that are tried for a case that fails, too
+_DECISIVE = ("wait", "keep", "last", "synchronize", "weigh", "group", "shift", "reorder")
+"""Changes whose rules come first in the order: if the step is right with one of them, it needs no other control."""
+_SCALES = (0.5, 2.0)  # of a batch that the user has given, for a control
 _FEW = 16  # fewer wrong values than this may fit an explanation by chance
 _REDRAWN = (1, 2, 3)  # draws to discard in further runs: a decision may come out alike with other numbers
 _ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)  # enough for a scaled-down batch: every effort rejects a wrong result
@@ -313,7 +378,7 @@ class SecondLook:
     """The further runs of a case that failed.
 
     `failure_of` makes one for each failed trial, with the world sizes of the gate, calls `taken` once, and drops it.
-    Each run that fails is left out. `repeated` is False if the second run was.
+    It makes one for each control, too. Each run that fails is left out. `repeated` is False if the second run was.
     """
 
     def __init__(self, trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> None:
@@ -323,38 +388,46 @@ class SecondLook:
         self._expected = attempts.of(label, failed.expected, trials.expected, case, deep=True)
         self._seen, self._relations = failed.runs, failed.relations
         self._traces: Sequence[RankTrace] = ()
+        self._hypotheses = observations.Hypotheses([], [])
+        self.cases: list[tuple[Scenario, Tensors]] = []  # the case and its controls, with their evidence
         self.repeated = True
 
     def taken(self) -> Tensors:
         """Run the case again in several ways, and return all evidence."""
         attempts, case = self._attempts, self._scenario
-        attempts.of("the traced run", None, self._trace)
+        tensors = self.at_the_case()
         attempts.of("the run once more", None, self._repeat)
-        elsewhere = attempts.of("the run at another world size", None, self._at_another_size)
+        tensors.elsewhere = attempts.of("the run at another world size", None, self._at_another_size)
         attempts.of("the run with permuted samples", None, self._in_other_order)
+        label = "changes to single calls"
+        tensors.tried = attempts.of(label, [], changes_tried, self._trials, case, self._traces, self._relations)
+        self.cases = [(case, tensors)]
+        if not any(change.holds and change.kind in _DECISIVE for change in tensors.tried):
+            self.cases += attempts.of("the cases with other data", [], self._controls)
+        several = [evidence for _, evidence in self.cases]
+        for evidence in several:
+            evidence.further = [other for other in several if other is not evidence and other.hypotheses.divisions]
+        tensors.controls = several[1:]
+        return tensors
+
+    def at_the_case(self) -> Tensors:
+        """Return the evidence of the case itself, without other sizes, orders and seeds."""
+        attempts, case = self._attempts, self._scenario
+        attempts.of("the traced run", None, self._trace)
         windows = max(1, max((len(trace.of("backward")) for trace in self._traces), default=1) // max(1, case.steps))
-        hypotheses = attempts.of("the parts of the batch", None, self._hypotheses, case, windows)
-        further: list[Tensors] = []
-        if hypotheses is not None and hypotheses.divisions:
-            further = attempts.of("the runs with other seeds", further, self._with_other_seeds, windows)
         tensors = _tensors(
             case,
             self._expected,
             self._relations,
             self._seen,
             traces=self._traces,
-            hypotheses=hypotheses or observations.Hypotheses([], []),
+            hypotheses=attempts.of("the parts of the batch", self._hypotheses, self._parts, windows),
             wrong_alone=attempts.of("the step at world size 1", False, self._is_wrong_alone),
             right_when_small=attempts.of("the run with a small batch", None, self._when_small),
-            further=further,
-            elsewhere=elsewhere,
             shardwise=wants_world_size(self._trials.program.reference),
             alone=attempts.of("the record of one device", None, self._unless_it_ends, self._trials.trace_alone, case),
             mesh=case.mesh,
             by_draws=attempts.of("the runs with other random numbers", frozenset(), self._by_draws),
-            tried=attempts.of(
-                "changes to single calls", [], changes_tried, self._trials, case, self._traces, self._relations
-            ),
         )
         if not tensors.steps_alike:  # no step of a rank has its counterpart among those of one device
             tensors.expected = replace(tensors.expected, snapshots=[], allowances=[])
@@ -385,32 +458,35 @@ class SecondLook:
             return False
         return not self._trials.compared(self._expected, [own]).holds
 
-    def _hypotheses(self, scenario: Scenario, windows: int) -> observations.Hypotheses | None:
+    def _parts(self, windows: int) -> observations.Hypotheses:
         trials = self._trials
-        if not trials.one_device:
-            return None  # the step may not run on one device
-        results = self._unless_it_ends(trials.ranks.run, run_hypotheses, trials.program, scenario, windows, size=1)
-        return None if results is None else results[0]
+        if trials.one_device:  # else the step may not run on one device
+            how = run_hypotheses, trials.program, self._scenario, windows
+            results = self._unless_it_ends(trials.ranks.run, *how, size=1)
+            self._hypotheses = self._hypotheses if results is None else results[0]
+        return self._hypotheses
 
-    def _with_other_seeds(self, windows: int) -> list[Tensors]:
-        """Return the evidence of the same case with other seeds; a mistake must explain these results, too."""
+    def _controls(self) -> list[tuple[Scenario, Tensors]]:
+        """Return the evidence of cases with other data that fail, too: a mistake must explain each of them."""
         # A metric has few values, so any explanation may fit them by chance, and other seeds may leave the batch as is.
         # Then there are cases with more samples, too; their number leaves the parts as uneven as before.
-        case = self._scenario
-        evidence: list[Tensors] = []
-        if case.batches:
-            return []
-        values = self._expected.single.values
+        case, values = self._scenario, self._expected.single.values
         small = sum(values[name].numel() for name in self._relations.wrong if name in values) < _FEW
-        for number in range(1, _FURTHER + 1):
+        evidence: list[tuple[Scenario, Tensors]] = []
+        if case.batches:
+            variants = (replace(case, change="scaled", factor=factor) for factor in _SCALES if not case.change)
+            return list(itertools.islice(filter(None, map(self._control, variants)), 1))
+        for number in range(1, _SEEDS + 1):
+            if len(evidence) >= (_FURTHER if small else 1):
+                break
             reseeded = replace(case, seed=case.seed + number)
             enlarged = replace(reseeded, samples=case.samples * (number * case.world_size + 1))
-            tried = filter(None, (self._further(variant, windows) for variant in (reseeded, enlarged)))
+            tried = filter(None, map(self._control, (reseeded, enlarged)))
             evidence += itertools.islice(tried, 2 if small else 1)
         return evidence
 
-    def _further(self, scenario: Scenario, windows: int) -> Tensors | None:
-        """Return the evidence of another case; None if it has the same batch, too many values, or does not run."""
+    def _control(self, scenario: Scenario) -> tuple[Scenario, Tensors] | None:
+        """Return the evidence of another case; None if it has the same batch, does not run, or is right."""
         trials = self._trials
         try:
             expected = trials.expected(scenario)
@@ -419,10 +495,11 @@ class SecondLook:
             runs = trials.on_ranks(scenario, all_values=True)
         except (*_ENDS, ValueError):  # the user's functions may not take that number of samples
             return None
-        hypotheses = self._hypotheses(scenario, windows)
-        if hypotheses is None or sum(value.numel() for value in runs[0].values.values()) > _LARGE:
+        relations = trials.compared(expected, runs)
+        if relations.holds:
             return None
-        return _tensors(scenario, expected, trials.compared(expected, runs), runs, hypotheses=hypotheses)
+        look = SecondLook(trials, Trial(scenario, expected, relations, runs), (), self._attempts)
+        return scenario, look.at_the_case()
 
     def _when_small(self) -> bool | None:
         """Return whether the step is right for a scaled-down batch, which reaches no limit on a norm."""
@@ -473,8 +550,8 @@ class SecondLook:
             got, own = (runs[0].values.get(name) for runs in (other_runs, self._seen))
             verdicts[f"same at {low} and {high}"] = close(got, own, allowed)
         few = 0 < case.samples < other_size and not case.batches  # some ranks have no sample: take a case with more
-        evidence = self._further(replace(resized, samples=case.samples * other_size), 1) if few else None
-        return evidence or _tensors(resized, self._expected, self._relations, other_runs[:1])
+        evidence = self._control(replace(resized, samples=case.samples * other_size)) if few else None
+        return evidence[1] if evidence else _tensors(resized, self._expected, self._relations, other_runs[:1])
 
     def _in_other_order(self) -> None:
         """Note for each result whether permuted samples change it, if they do not change it on one device."""
@@ -504,6 +581,18 @@ class SecondLook:
         return allowed if difference(exact, moved, allowed) is None else None
 
 
+def _try_block_orders(trials: Trials, cases: Sequence[tuple[Scenario, Tensors]]) -> None:
+    """Add to the hypotheses of each case the orders of blocks that explain it, until there is none."""
+    for scenario, tensors in cases:
+        values = {name: tensors.seen[0].values[name] for name in tensors.names if name in tensors.seen[0].values}
+        if not values or len(values) < len(tensors.names):
+            return
+        (orders,) = trials.ranks.run(run_block_orders, trials.program, scenario, values, size=1)
+        if not orders:
+            return
+        tensors.hypotheses.alternatives.extend(orders)
+
+
 _LIKELY = 2  # most causes that a report names
 
 
@@ -518,11 +607,16 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         run = functools.partial(trials.run_on_ranks, scenario=failed.scenario)
         unmoved = left_on_cpu(trials.program, failed.error, run)
         return replace(lost, against=trials.against, lines=[*filter(None, [unmoved]), *lost.lines])
-    attempts = Attempts()
+    started, attempts = time.monotonic(), Attempts()
     look = SecondLook(trials, failed, sizes, attempts)
     first_look = _tensors(failed.scenario, failed.expected, failed.relations, failed.runs)
     tensors = attempts.of("the second look at the case", first_look, look.taken)
-    findings = findings_of(evidence_of(tensors, attempts), _LIKELY, attempts)
+    controls = [evidence_of(control, attempts) for control in tensors.controls]
+    evidence = evidence_of(tensors, attempts)
+    findings = findings_of(evidence, _LIKELY, attempts, controls)
+    if not findings and trials.one_device:  # it takes many runs
+        attempts.of("other orders of blocks", None, _try_block_orders, trials, look.cases)
+        findings = findings_of(evidence, _LIKELY, attempts, controls)
     mistakes = [finding.mistake for finding in findings[:1]]
     return Mismatch(
         name=trials.name,
@@ -542,10 +636,16 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         patterns=attempts.of("the pattern of wrong values", [], _patterns, tensors),
         wrong_alone=tensors.wrong_alone,
         repeated=look.repeated,
+        effort=f"diagnosis: {_counted(len(controls), 'case')} with other data and "
+        f"{_counted(len(tensors.tried), 'run')} with one change, in {time.monotonic() - started:.1f} s",
         incomplete=attempts.remarks,
         defined=definition_of(trials.program.step),
         against=trials.against,
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def hang_of(trials: Trials, hang: RankHang, verdict: str = "") -> RankHang:

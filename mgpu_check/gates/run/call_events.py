@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import FunctionCtx
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import data
+from torch.utils import checkpoint, data
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
@@ -178,7 +179,8 @@ def in_function(frame: types.FrameType) -> bool:
     frames_left = _FRAMES
     for caller in _callers(frame):
         frames_left -= is_under_test(caller)
-        if isinstance(caller.f_locals.get("ctx"), FunctionCtx):
+        # Functional collectives whose names end so are differentiable (torch/distributed/_functional_collectives.py).
+        if isinstance(caller.f_locals.get("ctx"), FunctionCtx) or caller.f_code.co_name.endswith("_autograd"):
             return True
         if not frames_left:
             return False
@@ -581,6 +583,8 @@ _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
     (DistributedDataParallel.__init__, "wrap", "DistributedDataParallel", _wrap),
     (DistributedDataParallel.forward, "forward", "DistributedDataParallel", _nothing),
     (DistributedDataParallel.no_sync, "no_sync", "no_sync", _nothing),
+    (FSDPModule.set_requires_gradient_sync, "no_sync", "set_requires_gradient_sync", _nothing),
+    (checkpoint.checkpoint, "recompute", "checkpoint", _nothing),
     (DataParallel.forward, "forward", "DataParallel", _nothing),
     (nn.Module.load_state_dict, "load", "load_state_dict", _nothing),
     (Optimizer.load_state_dict, "load", "Optimizer.load_state_dict", _nothing),

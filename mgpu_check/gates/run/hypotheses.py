@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,7 +117,7 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
             if (values := _run(rank, program, scenario, alter)) is not None
         ]
         for index, bias_names in enumerate(_biases(program)):
-            build = functools.partial(_build_with, program.build, bias_names, size)
+            build = functools.partial(_build_with, program.build, dict.fromkeys(bias_names, lambda value: value * size))
             of_model = dataclasses.replace(program, build=build)
             if (values := _run(rank, of_model, scenario, lambda batch: batch)) is not None:
                 alternatives.append(Alternative("biases-several-times", values, index, bias_names))
@@ -135,12 +136,81 @@ def _biases(program: Program) -> list[tuple[str, ...]]:
     return biases if len(groups) < 2 else [*biases, tuple(itertools.chain.from_iterable(groups.values()))]
 
 
-def _build_with(build: Callable[[], Any], parameter_names: Sequence[str], times: int) -> Any:
+def _build_with(build: Callable[[], Any], altered: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> Any:
     model = build()
     for name, value in parameters_of(modules_of(model)):
-        if name in parameter_names:
-            value.data = value.data * times
+        if name in altered:
+            value.data = altered[name](value.data)
     return model
+
+
+_MOST_ORDERS = 64  # most orders of blocks that are tried, since each costs a run
+_NEAR = 1e-3  # tolerance of a result, as a fraction of its largest element; `Tensors` compares again, more closely
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of one dimension in another order: block (i, j) of `outer` x `inner` blocks is in place (j, i)."""
+
+    outer: int
+    inner: int
+
+    def moved(self, value: torch.Tensor, dim: int, back: bool = False) -> torch.Tensor:
+        outer, inner = (self.inner, self.outer) if back else (self.outer, self.inner)
+        blocks: torch.Tensor = value.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        return blocks.contiguous()
+
+
+def run_block_orders(
+    rank: Rank, program: Program, scenario: Scenario, results: Mapping[Result, torch.Tensor]
+) -> list[Alternative]:
+    """Run the reference, or the step at world size 1, with blocks of parameters in other orders.
+
+    Returns the orders that give `results`, the values on rank 0. Such an order is in the rows of the parameters of one
+    module, as for a fused weight, or also in the columns of the next one, as for attention heads.
+    """
+    equal: list[Alternative] = []
+    with full_precision(), one_thread():
+        parameters = {name: value.shape for name, value in parameters_of(modules_of(program.build()))}
+        orders = itertools.islice(_orders(parameters, scenario.world_size), _MOST_ORDERS)
+        for index, (blocks, dims) in enumerate(orders):
+            altered = {name: functools.partial(blocks.moved, dim=dim) for name, dim in dims.items()}
+            model = functools.partial(_build_with, program.build, altered)
+            values = _run(rank, dataclasses.replace(program, build=model), scenario, lambda batch: batch)
+            for name, value in list((values or {}).items()):
+                if name.kind in ("grads", "params") and name.of in dims and value.shape == parameters[name.of]:
+                    values[name] = blocks.moved(value, dims[name.of], back=True)  # type: ignore[index]
+            if values is not None and all(name in values and _near(values[name], own) for name, own in results.items()):
+                of_blocks = (f"{blocks.outer} x {blocks.inner} blocks", *dims)
+                equal.append(Alternative("blocks-in-other-order", values, index, of_blocks))
+    return equal
+
+
+def _near(value: torch.Tensor, own: torch.Tensor) -> bool:
+    if value.shape != own.shape or not value.is_floating_point():
+        return value.shape == own.shape
+    return bool(((value - own).abs() <= _NEAR * own.abs().max()).all())
+
+
+def _orders(parameters: Mapping[str, torch.Size], size: int) -> Iterator[tuple[_Blocks, dict[str, int]]]:
+    """Yield orders of blocks, and the dimension of each parameter that has them."""
+    counts = sorted({2, 3, 4, size} - {1})
+    modules: dict[str, list[str]] = {}
+    for name in parameters:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    rows: list[tuple[dict[str, int], int]] = []
+    for names in modules.values():
+        length = next((parameters[name][0] for name in names if len(parameters[name]) == 2), 0)
+        rows += [({name: 0 for name in names if parameters[name][:1] == (length,)}, length)] if length else []
+    pairs = [
+        (dims | {name: 1}, length)
+        for dims, length in rows
+        for name, shape in parameters.items()
+        if len(shape) == 2 and shape[1] == length and name not in dims
+    ]
+    for (dims, length), outer, inner in itertools.product([*rows, *pairs], counts, counts):
+        if length % (outer * inner) == 0:
+            yield _Blocks(outer, inner), dims
 
 
 def _ways(size: int) -> Iterator[tuple[str, int, Callable[[torch.Tensor, int], torch.Tensor]]]:
@@ -184,7 +254,8 @@ def _divide(
 
 def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Values | None:
     try:
-        return observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter).values
+        with warnings.catch_warnings(action="ignore"):  # about the shapes of a changed batch
+            return observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter).values
     except Exception:  # this hypothesis cannot be tried
         return None
 
@@ -219,6 +290,15 @@ def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
     yield "first-block-only", 0, selected(lambda n: list(range(-(-n // size))))
     for index in range(4):
         yield "first-part-of-a-tensor", index, functools.partial(_with_first_part, size=size, index=index)
+    for index in range(4):
+        yield "tensor-several-times", index, functools.partial(_with_repeated, size=size, index=index)
+
+
+def _with_repeated(batch: Any, size: int, index: int) -> Any:
+    """Repeat the positions of one tensor, as if each rank added its copy."""
+    leaves = tensors_of(batch)
+    leaves[index] = leaves[index].repeat(1, size, *[1] * (leaves[index].dim() - 2))
+    return with_tensors(batch, leaves)
 
 
 def _with_first_part(batch: Any, size: int, index: int) -> Any:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import inspect
 import re
 import sys
-from collections import deque
+import types
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.diagnosis.observations import Change, ObservedRun, Term
@@ -37,6 +45,7 @@ from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, For
 from mgpu_check.torch_hooks.collectives import Recorder, recorder
 from mgpu_check.torch_hooks.nested import named_parameters
 from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.tensors import draws
 
 _MOST = 6  # most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs
 _MOST_NODES = 1000  # most nodes of a graph that are visited: terms of a loss are near its root
@@ -89,6 +98,40 @@ def scaling_term(term: Term, times: float) -> Iterator[None]:
 
     with around_backward(scale):
         yield
+
+
+@contextlib.contextmanager
+def _weighed_by_samples(model: Any) -> Iterator[None]:
+    """Weigh the gradients of backward passes by their samples: the rows that the forward pass before each has got."""
+    parameters = [value for _, value in parameters_of(modules_of(model))]
+    rows: list[int] = []  # of the first module that is called after the last backward pass
+    passes, samples = 0, 0
+
+    def called(module: nn.Module, args: Any) -> None:
+        if not rows and args and isinstance(args[0], torch.Tensor) and args[0].dim():
+            rows.append(len(args[0]))
+
+    def weigh(line: str, roots: Sequence[Any]) -> list[RemovableHandle]:
+        nonlocal passes, samples
+        if all(parameter.grad is None or not parameter.grad.any() for parameter in parameters):
+            passes, samples = 0, 0
+        # The mean of all passes so far counts each of their samples alike.
+        before = passes / samples if samples else 0.0
+        passes, samples = passes + 1, samples + (rows[0] if rows else 1)
+        now, own = passes / samples, rows[0] if rows else 1
+        rows.clear()
+        for parameter in parameters if before else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(now / before)
+        nodes = (root.grad_fn for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None)
+        return [node.register_prehook(_multiplied(None, own * now)) for node in nodes]
+
+    handle = register_module_forward_pre_hook(called)
+    try:
+        with around_backward(weigh):
+            yield
+    finally:
+        handle.remove()
 
 
 def _multiplied(index: int | None, times: float) -> Callable[..., Any]:
@@ -211,10 +254,11 @@ def _combine(model: Any, group: dist.ProcessGroup, parameter_names: Collection[s
         parameter.grad = gradient / len(of_ranks) if mean else gradient
 
 
+_ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
+_SUMS = 8  # most sums that are kept: an operand is added up right before its reduction
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 _OUTPUTS = tuple(dict.fromkeys(row.taken for row in COLLECTIVES.values() if row.taken and row.taken != row.operand))
 """Parameters that collectives write their results to; collectives without such a parameter overwrite the operand."""
-_ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
 def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> ObservedRun:
@@ -252,7 +296,219 @@ def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractConte
         return scaling_term(*change.value)
     if change.kind == "shift":
         return _Shifting(change, rank)
+    if change.kind == "last":
+        return _last_calls(change) if isinstance(change.value, tuple) else _Writes(change)
+    if change.kind == "weigh":
+        return _weighed_by_samples(model)
+    if change.kind in _WITHOUT_CALLS:
+        return _WITHOUT_CALLS[change.kind]()
     return _with_calls(change)
+
+
+class _DrawsOfRank0(TorchDispatchMode):
+    """Gives the generator of each draw the state that it has on rank 0, so that all ranks draw the same numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
+            generator = kwargs.get("generator") or self._generator_of(args, kwargs)
+            recorder.aside(functools.partial(self._take_state, generator))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _generator_of(args: Any, kwargs: Any) -> torch.Generator:
+        """Return the generator of the device where an operator draws."""
+        devices = [value.device for value in args if isinstance(value, torch.Tensor)]
+        device = torch.device(kwargs.get("device") or (devices[0] if devices else "cpu"))
+        if device.type != "cuda":
+            return torch.default_generator
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+
+    @staticmethod
+    def _take_state(generator: torch.Generator) -> None:
+        state = [generator.get_state()]
+        dist.broadcast_object_list(state)
+        generator.set_state(state[0])
+
+
+@contextlib.contextmanager
+def _always_synchronized() -> Iterator[None]:
+    """Let wrappers synchronize gradients in each backward pass."""
+
+    def set_attribute(self: DistributedDataParallel, name: str, value: Any) -> None:
+        nn.Module.__setattr__(self, name, True if name == "require_backward_grad_sync" else value)  # type: ignore
+
+    def require(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        synchronize(self, True)
+
+    # `no_sync` and users clear this attribute (torch/nn/parallel/distributed.py, torch 2.13).
+    synchronize = FSDPModule.set_requires_gradient_sync
+    with (
+        replaced(FSDPModule, "set_requires_gradient_sync", require),
+        replaced(DistributedDataParallel, "__setattr__", set_attribute),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_recomputation() -> Iterator[None]:
+    """Let checkpointed functions keep their activations, as if they were called directly."""
+
+    def keep(function: Any, *options: Any, **named: Any) -> Iterator[None]:
+        yield
+
+    class Direct:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserves_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    # `checkpoint` and its kin end in these two (torch/utils/checkpoint.py, torch 2.13).
+    with (
+        replaced(checkpoint, "_checkpoint_without_reentrant_generator", keep),
+        replaced(checkpoint, "CheckpointFunction", Direct),
+    ):
+        yield
+
+
+_WITHOUT_CALLS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "draw": _DrawsOfRank0,
+    "keep": _without_recomputation,
+    "synchronize": _always_synchronized,
+}
+
+
+_Line = tuple[str, str]  # the name of a function, and the line that calls it
+
+
+class _Writes(TorchFunctionMode):
+    """Counts the writes in place of each line to each tensor, or lets only every nth one happen.
+
+    A run enters one around its steps: `run_noting_repetitions` one that counts, a changed run one with the change.
+    """
+
+    def __init__(self, change: Change | None = None) -> None:
+        super().__init__()
+        self._change = change
+        self.counts: dict[_Line, Counter[tuple[int, int]]] = {}  # line -> address and size of a tensor -> writes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+        tensors = [target for target in targets if isinstance(target, torch.Tensor)]
+        if not tensors or not _WRITING.fullmatch(name) or not (line := site(sys._getframe())):
+            return func(*args, **(kwargs or {}))
+        # The addresses of a step's temporary tensors differ, or are used again by others.
+        key = tensors[0].data_ptr(), tensors[0].numel()
+        count = self.counts.setdefault((name, line), Counter())
+        count[key] += 1
+        change = self._change
+        if change is not None and (name, line) == (change.name, change.site) and count[key] % change.value:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_WRITING = re.compile(r"(?!_)(?!requires_grad_|retain_|detach_|zero_).*[a-z]_|_foreach_[a-z]+_|__i[a-z]+__|__setitem__")
+"""The names of functions that write to their first argument."""
+
+
+@contextlib.contextmanager
+def _noting_procedures(counts: Counter[_Line], codes: dict[_Line, types.CodeType | None]) -> Iterator[None]:
+    """Count the calls of functions under test that return nothing, and note their code; None if one returned more."""
+
+    def note(frame: types.FrameType, profile_event: str, result: Any) -> None:
+        code = frame.f_code
+        if profile_event != "return" or code.co_flags & _RESUMED or not is_file_under_test(code.co_filename):
+            return
+        if frame.f_back is not None and code.co_name.isidentifier() and code.co_name != "__init__":
+            line = code.co_name, site(frame)
+            counts[line] += 1
+            codes[line] = code if result is None and codes.get(line, code) is code else None
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+@contextlib.contextmanager
+def _last_calls(change: Change) -> Iterator[None]:
+    """Let only every nth call of a function happen, wherever its name is bound."""
+    times, file, line = change.value
+    counts: Counter[int] = Counter()
+    # Its own code is replaced, because callers may have the function under any name.
+    functions = [
+        function
+        for function in gc.get_objects()
+        if type(function) is types.FunctionType and not function.__closure__
+        if (function.__code__.co_filename, function.__code__.co_firstlineno) == (file, line)
+    ]
+    codes = [function.__code__ for function in functions]
+
+    def call(index: int, *args: Any, **kwargs: Any) -> Any:
+        counts[index] += 1
+        if counts[index] % times:
+            return None
+        function = functions[index]
+        original = types.FunctionType(codes[index], function.__globals__, function.__name__, function.__defaults__)
+        original.__kwdefaults__ = function.__kwdefaults__
+        return original(*args, **kwargs)
+
+    _called.append(call)
+    try:
+        for index, function in enumerate(functions):
+            consts = tuple(index if value == _INDEX else value for value in _detour.__code__.co_consts)
+            function.__code__ = _detour.__code__.replace(co_consts=consts)
+        yield
+    finally:
+        for function, code in zip(functions, codes, strict=True):
+            function.__code__ = code
+        _called.pop()
+
+
+_called: list[Callable[..., Any]] = []  # what a detour calls, while a change is made
+_INDEX = 1_000_003  # in the code of `_detour`, the place of the function's index
+
+
+def _detour(*args: Any, **kwargs: Any) -> Any:
+    from mgpu_check.gates.run.interventions import _called
+
+    return _called[-1](1_000_003, *args, **kwargs)
+
+
+Repetition = tuple[str, str, tuple[int, ...] | tuple[int, str, int]]
+"""A function, the line that calls it, and how often: writes of one tensor, or calls with the file and line of the
+function."""
+
+
+def run_noting_repetitions(rank: Rank, program: Program, scenario: Scenario) -> list[Repetition]:
+    """Return the functions that lines call: those that return nothing, and those that write in place.
+
+    Lines are left out that write to tensors unequally often, because these are temporary.
+    """
+    writes, counts, codes = _Writes(), Counter[_Line](), dict[_Line, types.CodeType | None]()
+
+    @contextlib.contextmanager
+    def noting(model: Any, batches: Any) -> Iterator[None]:
+        with _noting_procedures(counts, codes), writes:
+            yield
+
+    with full_precision():
+        observe(rank, program, scenario, digests=False, around=noting)
+    several = {line: set(count.values()) for line, count in writes.counts.items()}
+    return [
+        *(
+            (*line, (counts[line], code.co_filename, code.co_firstlineno))
+            for line, code in codes.items()
+            if code is not None
+        ),
+        *((*line, tuple(numbers)) for line, numbers in several.items() if len(numbers) == 1),
+    ]
 
 
 @contextlib.contextmanager
@@ -276,15 +532,12 @@ def _with_calls(change: Change) -> Iterator[None]:
             return result
         if change.kind == "skip":
             return _done(form, args, kwargs)
-        if change.kind == "new":
+        if change.kind in ("new", "once") or change.value == "norm":
             operand = form.argument(form.operand, args, kwargs)
-            before = kept[-change.value].clone() if len(kept) >= change.value else torch.zeros_like(operand)
-            with torch.no_grad():
-                operand.sub_(before)
+            with torch.no_grad(), _prepared(change, operand, kept):
                 result = call(recorder, function, form, args, kwargs)
                 if isinstance(result, dist.Work):
                     result.wait()
-                operand.add_(before)
             kept.append(operand.detach().clone())
             return result
         if alter is None:
@@ -317,7 +570,12 @@ def _with_calls(change: Change) -> Iterator[None]:
         tensors = alter(list(result) if several else [result], size, change.value)
         return type(result)(tensors) if several else tensors[0]
 
-    with replaced(Recorder, "call", changed), replaced(torch.autograd.Function, "apply", classmethod(applied)):
+    additions = _Additions() if change.kind == "once" else contextlib.nullcontext()
+    with (
+        additions,
+        replaced(Recorder, "call", changed),
+        replaced(torch.autograd.Function, "apply", classmethod(applied)),
+    ):
         yield
 
 
@@ -341,6 +599,40 @@ _ALTERED: dict[str, Callable[[list[torch.Tensor], int, Any], list[torch.Tensor]]
     "reorder": _reordered,
 }
 """By kind of change: a function from the results of a collective, the group size and a value to the changed results."""
+
+
+@contextlib.contextmanager
+def _prepared(change: Change, operand: torch.Tensor, kept: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Prepare the operand of a reduction in place, and finish its result. `kept`: the results of earlier calls."""
+    if change.value == "norm":
+        operand.square_()
+        yield
+        operand.sqrt_()
+    elif change.kind == "new":
+        before = kept[-change.value].clone() if len(kept) >= change.value else torch.zeros_like(operand)
+        operand.sub_(before)
+        yield
+        operand.add_(before)
+    else:
+        # An addend that all ranks have counts on the first rank of the group only.
+        several = () if dist.get_rank() in {ranks[0] for ranks in change.now} else reversed(_Additions.recent)
+        for addends in (own for sum_, *own in several if sum_.shape == operand.shape and sum_.equal(operand)):
+            operand.sub_(addends[change.value].expand_as(operand))
+            break
+        yield
+
+
+class _Additions(TorchFunctionMode):
+    """Keeps the latest sums of two tensors, each with its addends. A changed run enters one around its steps."""
+
+    recent: deque[tuple[torch.Tensor, ...]] = deque(maxlen=_SUMS)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        both = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
+        if getattr(func, "__name__", "") in _ADDING and len(both) == len(args) == 2 and not kwargs:
+            self.recent.append(tuple(value.detach().clone() for value in (result, *both)))
+        return result
 
 
 class _Settled(dist.Work):

@@ -67,7 +67,7 @@ class Held:
     slices: tuple[Slice, ...] | None = None
     reason: Unplaced | None = None  # why its placement is unknown; None if it is known
     copy: bool = False  # an optimizer trains it, but the model uses another tensor in its place
-    idle: bool = False  # it is a parameter that no optimizer of this rank steps, although they step others
+    idle: bool = False  # it is a parameter that no optimizer of this rank steps
     replaced: bool = False  # an optimizer steps another tensor that has some of its elements
     local: bool = False  # it is a DTensor, and only its part on this rank was placed
     outside: bool = False  # not part of the model: a replica beside it, or a tensor that the built model does not have
@@ -237,7 +237,7 @@ class Holdings:
     def _beside(self, stepped: set[str], holding: Held) -> Held:
         """Return the tensor with `idle` and `replaced` set, which depend on the built tensors that optimizers step."""
         common, trainable = holding.wholes & stepped, holding.kind == "params" and holding.tensor.requires_grad
-        idle = trainable and bool(stepped) and not common
+        idle = trainable and not common
         return replace(holding, idle=idle, replaced=bool(common) and not self._is_stepped(holding.tensor))
 
     def unused(self, touched: Iterable[str]) -> set[str]:
@@ -401,12 +401,50 @@ class _Whole:
     gap: Slice | None  # the elements that no rank holds
 
 
-def holders_of(runs: Sequence[ObservedRun]) -> dict[str, set[int]]:
-    holders: dict[str, set[int]] = defaultdict(set)
-    for name in set().union(*(run.unused for run in runs)):
-        trains = [bool(run.trained or run.pieces) for run in runs]
-        holders[name] |= {rank for rank, run in enumerate(runs) if name not in run.unused or not trains[rank]}
-    return holders
+def users_of(runs: Sequence[ObservedRun]) -> tuple[dict[str, set[int]], set[int]]:
+    """Return the ranks that use each tensor that some rank does not use, and the ranks that use no parameter at all."""
+    users = {
+        name: {rank for rank, run in enumerate(runs) if name not in run.unused}
+        for name in set().union(*(run.unused for run in runs))
+    }
+    parameters = {name for run in runs for name in run.initial} or set(users)
+    idle = {rank for rank, run in enumerate(runs) if not run.trained and not run.pieces and parameters <= run.unused}
+    return users, idle
+
+
+def with_groups_of(single: ObservedRun, run: ObservedRun) -> ObservedRun:
+    """Return a rank's run with the numbers of optimizers and groups that one device gives to the same parameters.
+
+    A rank may have only some of the groups or optimizers. A group keeps its number if its parameters are in several
+    groups on one device, or in none.
+    """
+    labels: dict[str, set[str]] = defaultdict(set)
+    for name, label in run.group_of.items():
+        if name in single.group_of:
+            labels[label].add(single.group_of[name])
+    names: dict[Result, Result] = {}
+    taken = {result for result in run.values if result.kind == "optimizer"}
+    for label, counterparts in labels.items():
+        old, new = (Result("optimizer", f"learning rate of {text}") for text in (label, min(counterparts)))
+        if len(counterparts) == 1 and old in run.values:
+            names[old] = new
+    for result in [*taken, *(piece.name for piece in run.pieces if piece.name.kind == "optimizer")]:
+        labels_of = (groups.get(result.parameter, "") for groups in (run.group_of, single.group_of))
+        own, other = (label.partition(" of ")[2] for label in labels_of)
+        if own != other and result.parameter in single.group_of:
+            bare = result.of.removesuffix(f" of {own}") if own else result.of
+            names[result] = Result("optimizer", f"{bare} of {other}" if other else bare)
+    if all(old == new for old, new in names.items()):
+        return run
+
+    def renamed(several: Mapping[Result, Any]) -> dict[Result, Any]:
+        # Two groups of a rank may be one on one device: the one that keeps its name comes first.
+        kept = {name: value for name, value in several.items() if names.get(name, name) == name}
+        return {names.get(name, name): value for name, value in several.items()} | kept
+
+    pieces = [replace(piece, name=names.get(piece.name, piece.name)) for piece in run.pieces]
+    values, digests, outside = renamed(run.values), renamed(run.digests), renamed(run.outside)
+    return replace(run, pieces=pieces, values=values, digests=digests, outside=outside)
 
 
 def assembled(

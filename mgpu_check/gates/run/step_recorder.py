@@ -379,6 +379,7 @@ class StepRecorder:
                     late, name = self._holdings.is_late(parameter), _unnamed(position, index)
                     holding = held_by_id.get(id(parameter)) or Held("params", name, parameter, outside=True, late=late)
                     run.settings |= dict.fromkeys(holding.wholes, settings)
+                    run.group_of |= dict.fromkeys(holding.wholes, f"group {index}{which}")
                     if id(parameter) not in partly:
                         states.append((holding, parameter))
             # Copies of DTensors are gathered: in the order of the model, because groups may differ between ranks.

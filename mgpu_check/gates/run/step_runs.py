@@ -185,6 +185,7 @@ def _take_state(
         is_replica = holding.outside and holding.copy
         if is_parameter and (tensor.requires_grad or tensor.grad is not None) and not is_replica:
             if tensor.grad is not None:
+                run.keeps_gradients = True
                 run.trained |= holding.wholes
                 if not holding.outside:
                     run.touched.add("grads")

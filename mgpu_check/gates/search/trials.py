@@ -24,7 +24,7 @@ from mgpu_check.gates.comparison.relations import relations_of, repeats
 from mgpu_check.gates.gate_arguments import Program, RanksFixture, is_class, raise_unusable, wants_world_size
 from mgpu_check.gates.run import measurement
 from mgpu_check.gates.run.hypotheses import left_on_cpu
-from mgpu_check.gates.run.shards import assembled, holders_of
+from mgpu_check.gates.run.shards import assembled, users_of, with_groups_of
 from mgpu_check.gates.run.step_runs import run_step, run_traced_alone
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, place_in, where_is
@@ -38,6 +38,9 @@ Tolerance = float | Mapping[str, float] | None  # of the user, for all tensors o
 
 _KEPT = 64  # most scenarios whose expected results are kept for other world sizes
 _KEPT_ELEMENTS = 100_000_000  # most elements of all kept results together: they take less than a gigabyte
+
+
+_PROBES = 3  # further cases that show which parameters a rank uses that has used none
 
 
 class Effort(Enum):
@@ -221,11 +224,13 @@ class Trials:
         self._expectations = Expectations(ranks, program)
         self._factor: float | None = None
         self._effects = False
+        self._idle_places: set[tuple[int, Mesh]] = set()
         self._refusals: dict[tuple[int, Mesh], str] = {}
         self._cause: tuple[RankFailure, Scenario] | None = None
         self._score = 0
         self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
         self.is_ambiguous = self._rewritten = False
+        self._single: ObservedRun | None = None  # one device, in the latest case
         self.coverage = ParameterCoverage(program, name, self.against)
         self.limits = PassLimits(program)
 
@@ -292,6 +297,7 @@ class Trials:
                 )
                 return None
         self.trains |= "params" in (expected.own or expected.single).touched
+        self._single = expected.single
         return expected
 
     def _tried(self, scenario: Scenario, expected: Expected, runs: list[Sequence[ObservedRun]]) -> Relations:
@@ -386,15 +392,33 @@ class Trials:
 
     def assembled(self, scenario: Scenario, runs: Sequence[ObservedRun]) -> list[ObservedRun]:
         """Return the results of ranks, with divided results assembled from their pieces."""
+        if self._single is not None:
+            runs = [with_groups_of(self._single, run) for run in runs]
         # A rank that used a parameter in some case of this world size or mesh counts as a holder of it in all of them.
         holders = self._holders.setdefault(scenario.place, {})
-        now = holders_of(runs)
-        for name, ranks in now.items():
-            holders[name] = holders.get(name, set()) | ranks
+        users, idle = self._add_users(runs, holders)
+        if idle and len(idle) < len(runs) and scenario.place not in self._idle_places:
+            # An expert, for example, may get no sample in this case.
+            self._idle_places.add(scenario.place)
+            for number in range(1, _PROBES + 1):
+                with contextlib.suppress(RankFailure, RankHang, ValueError):
+                    other = replace(scenario, seed=scenario.seed + 1000 * number)
+                    self._add_users(self.run_on_ranks(self.program, other), holders)
+        # A rank that has used no parameter in any case should have used all of them, as its replicas do.
+        idle -= set().union(*holders.values())
+        now = {name: holders[name] | idle for name in users}
         self.is_ambiguous |= any(reason is Unplaced.AMBIGUOUS for run in runs for reason in run.unplaced.values())
         returned_by = self.program.returned_by
         returns = None if returned_by is None else functools.partial(_returns, returned_by, scenario)
-        return assembled(runs, {name: holders[name] for name in now}, returns)
+        return assembled(runs, now, returns)
+
+    @staticmethod
+    def _add_users(runs: Sequence[ObservedRun], holders: dict[str, set[int]]) -> tuple[dict[str, set[int]], set[int]]:
+        """Add the ranks that use each tensor to `holders`; return them, and the ranks that use no parameter."""
+        users, idle = users_of(runs)
+        for name, ranks in users.items():
+            holders[name] = holders.get(name, set()) | ranks
+        return users, idle
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         return self._expectations.of(scenario, deep, effort)
