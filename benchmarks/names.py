@@ -245,7 +245,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", action="store_true", help="the wrong programs of the pages of mistakes")
     parser.add_argument("--examples", action="store_true", help="wrong programs of the tests")
-    parser.add_argument("--divided", type=int, default=0, metavar="N", help="so many drawn divided programs")
+    parser.add_argument("--divided", type=int, default=0, metavar="N", help="number of drawn divided programs")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn programs")
     parser.add_argument("--truth", type=Path, help="the right names of the programs of the directories, as TOML")
     parser.add_argument("directories", nargs="*", type=Path)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -75,24 +75,14 @@ class RuleList(Generic[_Evidence]):
 
     def __init__(self) -> None:
         self._judges: dict[str, RuleOf[_Evidence]] = {}
-        self.experiments: set[RuleOf[_Evidence]] = set()  # the rules whose control was an experiment
 
     def __call__(self, rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
         """Register a rule, and return it unchanged."""
         return self.register(rule, rule)
 
-    def with_control(self, rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
-        """Register a rule that has a control of its own, as an experiment has; return it unchanged."""
-        return self.register(rule, rule, experiment=True)
-
-    def register(self, rule: _Rule, judge: RuleOf[_Evidence], *, experiment: bool = False) -> _Rule:
-        """Register a rule by the function that applies it to the evidence, and return the rule.
-
-        `experiment`: the rule finds a mistake only if a changed run, without the mistake, is right.
-        """
+    def register(self, rule: _Rule, judge: RuleOf[_Evidence]) -> _Rule:
+        """Register a rule by the function that applies it to the evidence, and return the rule."""
         self._judges[_full_name(rule)] = judge
-        if experiment:
-            self.experiments.add(judge)
         return rule
 
     def in_order(self, *rules: Callable[..., Finding | None]) -> tuple[RuleOf[_Evidence], ...]:
@@ -122,17 +112,25 @@ on_checkpoint: RuleList[Restored] = RuleList()  # rules on a resumed run
 on_hash_seeds: RuleList[HashSeeds] = RuleList()  # rules on ranks that fail only with different hash seeds
 
 
-def on_tensors(rule: RuleOf[Tensors], *, experiment: bool = False) -> RuleOf[Tensors]:
+def on_tensors(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
     """Register a rule on evidence that needs its whole tensors; without tensors it finds nothing."""
 
     @functools.wraps(rule)
     def judge(evidence: Evidence) -> Finding | None:
         return None if evidence.tensors is None else rule(evidence.tensors)
 
-    return on_evidence.register(rule, judge, experiment=experiment)
+    return on_evidence.register(rule, judge)
 
 
-on_experiments = functools.partial(on_tensors, experiment=True)  # registers a rule on tensors that asks experiments
+def on_experiments(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
+    """Register a rule that finds a mistake only if a changed run, without the mistake, is right."""
+
+    @functools.wraps(rule)
+    def confirmed(tensors: Tensors) -> Finding | None:
+        finding = rule(tensors)
+        return None if finding is None else replace(finding, confirmed=True)
+
+    return on_tensors(confirmed)
 
 
 @functools.cache

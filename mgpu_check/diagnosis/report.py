@@ -28,7 +28,7 @@ class Finding:
     ranks: tuple[int, ...] = ()  # the ranks at fault, if they are known
     site: str = ""  # the line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown
     advice: str = ""  # a more precise advice than that of the mistake; "" if there is no such
-    confirmed: bool = False  # its evidence is that of further cases with other data, too
+    confirmed: bool = False  # an experiment has shown it, or its evidence covers further cases with other data
     also: bool = False  # it holds besides the finding before it, and is no other explanation
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from mgpu_check.diagnosis.observations import (
     Kind,
     Left,
     ObservedRun,
+    Other,
     RankTrace,
     Relations,
     Result,
@@ -270,6 +271,11 @@ class Tensors:
             return None if same is None else [same.values] * case.size
 
         return self.explains([alternative.values] * self.size) and self._is_confirmed(values, self.names)
+
+    def alternative(self, *kinds: Other) -> Alternative | None:
+        """Return the first wrong batch or model of these kinds with the wrong results; None if none has them."""
+        others = (other for other in self.hypotheses.alternatives if other.kind in kinds)
+        return next((other for other in others if self.is_alternative(other)), None)
 
     def explains(
         self, values: Sequence[Mapping[Result, torch.Tensor]], results: Collection[Result] = (), telling: bool = True

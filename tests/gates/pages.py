@@ -35,13 +35,19 @@ def source(name: str, kind: str) -> str:
     return shown["wrong.py"] if kind == "wrong" else f"{shown['wrong.py']}\n\n{shown['right.py']}"
 
 
+def gate_of(name: str) -> str:
+    """Return the entry of `GATES` that judges the programs of a page."""
+    text = source(name, "wrong")
+    return next(known for known in GATES if re.search(rf"^def {known}\(", text, re.MULTILINE))
+
+
 def program_of(name: str, kind: str) -> tuple[types.ModuleType, str]:
     """Return the program of a page as a module, and the entry of `GATES` that judges it."""
     text = source(name, kind)
     # No module that could be imported: so it travels to ranks by value, as a module of tests does.
     program = types.ModuleType(f"{name.replace('-', '_')}_{kind}")
     exec(compile(text, f"{name}.md", "exec"), program.__dict__)
-    return program, next(known for known in GATES if re.search(rf"^def {known}\(", text, re.MULTILINE))
+    return program, gate_of(name)
 
 
 def judge(ranks: RanksFixture, name: str, kind: str, max_examples: int | None) -> ScalingMismatch | None:

@@ -25,8 +25,8 @@ from mgpu_check.diagnosis.evidence import (
     UnfinishedCall,
 )
 from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun, Relations, Result
-from mgpu_check.diagnosis.registry import RuleList, known_mistake, mistake, on_evidence
-from mgpu_check.diagnosis.report import Attempts
+from mgpu_check.diagnosis.registry import RuleList, known_mistake, mistake
+from mgpu_check.diagnosis.report import Attempts, Finding
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times
 from mgpu_check.diagnosis.rules.hangs import waits_for_its_own_group
@@ -91,7 +91,7 @@ def test_a_mistake_is_named_only_if_further_cases_show_it(controls, mistakes):
 
 
 def test_a_mistake_that_an_experiment_confirms_needs_no_further_case(monkeypatch):
-    monkeypatch.setattr(on_evidence, "experiments", {rule for rule in RULES if rule.__name__ == "buffers_apart"})
+    monkeypatch.setattr(order, "RULES", [lambda evidence: Finding("buffers-drift", "it is", confirmed=True)])
     assert [finding.mistake for finding in findings_of(DRIFTING, 3, Attempts(), [])] == ["buffers-drift"]
 
 

@@ -12,12 +12,12 @@ from mgpu_check.gates.explanation.investigation import SecondLook
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trial, Trials
-from tests.docs.pages import MISTAKES
+from tests.docs.mistakes import pages
 from tests.gates import diagnosed_by_batch as diagnosed_by_batch
 from tests.gates import diagnosed_by_rank as diagnosed_by_rank
 from tests.gates import diagnosed_by_term as diagnosed_by_term
 from tests.gates.diagnosed import ALL
-from tests.gates.pages import program_of
+from tests.gates.pages import gate_of, program_of
 from tests.gates.test_diagnosis import step_of
 
 pytestmark = pytest.mark.gpus(2)
@@ -50,14 +50,12 @@ def test_no_rule_finds_a_mistake_in_a_right_twin(ranks, name):
     assert findings(ranks, program, twin.samples) == []
 
 
-STEPS = [path.stem for path in sorted(MISTAKES.glob("*.md")) if "\ndef step(" in path.read_text()]
+STEPS = [page.stem for page in pages() if gate_of(page.stem) == "step"]
 
 
 @pytest.mark.parametrize("name", weekly(STEPS))
 def test_no_rule_finds_a_mistake_in_the_right_program_of_a_page(ranks, name):
-    page, kind = program_of(name, "right")
-    if kind != "step":
-        pytest.skip("the page has another gate")
+    page, _ = program_of(name, "right")
     options = {option: value for option, value in vars(page).items() if option in ("reference", "single_process")}
     sizes = getattr(page, "sizes", "divisible")
     program = Program(page.step, page.build, page.batch, **options)

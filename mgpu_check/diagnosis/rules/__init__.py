@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Change
@@ -32,8 +33,8 @@ def on_change(*kinds: str) -> Callable[[Callable[[Change], Finding]], Callable[[
         @functools.wraps(rule)
         def judge(evidence: Evidence) -> Finding | None:
             change = None if evidence.tensors is None else evidence.tensors.right_with(*kinds)
-            return None if change is None else rule(change)
+            return None if change is None else replace(rule(change), confirmed=True)
 
-        return on_evidence.register(rule, judge, experiment=True)
+        return on_evidence.register(rule, judge)
 
     return decorate

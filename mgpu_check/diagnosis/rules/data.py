@@ -283,15 +283,14 @@ def counts_a_tensor_several_times(tensors: Tensors) -> Finding | None:
 @on_tensors
 def blocks_in_other_order(tensors: Tensors) -> Finding | None:
     """Detect blocks of a divided tensor in another order: one device gives the same with these blocks exchanged."""
-    for alternative in tensors.hypotheses.alternatives:
-        if alternative.kind == "blocks-in-other-order" and tensors.is_alternative(alternative):
-            blocks, *names = alternative.names
-            summary = (
-                f"{tensors.names[0]} is what one device gives with the rows of {few(names)} as {blocks} with both "
-                "numbers exchanged"
-            )
-            return Finding("blocks-in-other-order", summary)
-    return None
+    if (alternative := tensors.alternative("blocks-in-other-order")) is None:
+        return None
+    blocks, *names = alternative.names
+    summary = (
+        f"{tensors.names[0]} is what one device gives with the rows of {few(names)} as {blocks} with both numbers "
+        "exchanged"
+    )
+    return Finding("blocks-in-other-order", summary)
 
 
 @on_tensors
@@ -309,8 +308,7 @@ def of_rank_0_alone(tensors: Tensors) -> Finding | None:
 
 
 def _of_another_batch(tensors: Tensors, mistake_name: str, how: str, *kinds: Other) -> Finding | None:
-    others = (alternative for alternative in tensors.hypotheses.alternatives if alternative.kind in kinds)
-    if not any(tensors.is_alternative(alternative) for alternative in others):
+    if tensors.alternative(*kinds) is None:
         return None
     return Finding(mistake_name, f"{tensors.names[0]} is what one device gives {how}")
 
@@ -425,14 +423,13 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
     """Detect a part of the batch that DataParallel does not scatter; skipped for steps that use ranks."""
     if any(True for _ in tensors.events("collective", "wrap")):
         return None
-    for alternative in tensors.hypotheses.alternatives:
-        if alternative.kind == "first-part-of-a-tensor" and tensors.is_alternative(alternative):
-            return Finding(
-                "not-scattered",
-                f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
-                f"{alternative.index} of the batch",
-            )
-    return None
+    if (alternative := tensors.alternative("first-part-of-a-tensor")) is None:
+        return None
+    return Finding(
+        "not-scattered",
+        f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
+        f"{alternative.index} of the batch",
+    )
 
 
 @on_tensors

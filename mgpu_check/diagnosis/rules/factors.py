@@ -117,7 +117,7 @@ def _by_micro_batches(evidence: Evidence) -> bool:
     return factor is not None and any(factor.is_power(evidence.micro_batches, power) for power in (1, -1))
 
 
-@on_evidence.with_control  # the other world size
+@on_evidence
 def grows_with_world_size(evidence: Evidence) -> Finding | None:
     """Detect a factor that is the same power of the world size at two world sizes."""
     factor, tensors = evidence.factor, evidence.tensors
@@ -131,7 +131,7 @@ def grows_with_world_size(evidence: Evidence) -> Finding | None:
     if abs(math.log(ratio, tensors.size) - math.log(ratio_elsewhere, elsewhere.size)) > 1e-2:
         return None
     summary = f"{factor.told} {factor.value:.6g} times what one device gives, on {evidence.size} ranks"
-    return Finding("world-size-factor", summary)
+    return Finding("world-size-factor", summary, confirmed=True)  # by the other world size
 
 
 @on_tensors

@@ -225,14 +225,14 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
                     f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it "
                     "before the sum",
                 )
-    for alternative in tensors.hypotheses.alternatives if not tensors.broken else ():
-        if alternative.kind == "biases-several-times" and tensors.is_alternative(alternative):
-            return Finding(
-                "partial-result-added-on-every-rank",
-                f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(alternative.names)}: "
-                f"each of {tensors.size} ranks adds it before the sum",
-            )
-    return None
+    alternative = None if tensors.broken else tensors.alternative("biases-several-times")
+    if alternative is None:
+        return None
+    return Finding(
+        "partial-result-added-on-every-rank",
+        f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(alternative.names)}: each of "
+        f"{tensors.size} ranks adds it before the sum",
+    )
 
 
 _LEFT_OUT, _UNLIKE, _ONCE = 1e-3, 1e-2, 1e-3
@@ -412,8 +412,8 @@ mistake(
 mistake(
     "recomputation-differs",
     "a forward pass that is computed again for backward differs from the one before",
-    "keep everything that the checkpointed function reads as it was: the states of generators, buffers, flags of "
-    "modules; let it update nothing",
+    "keep unchanged all that the checkpointed function reads: the states of generators, buffers, flags of modules; let "
+    "it update nothing",
 )
 
 

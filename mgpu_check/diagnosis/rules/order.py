@@ -233,8 +233,8 @@ def findings_of(
 
 def _confirmed(evidence: Evidence, controls: Sequence[Evidence] | None, attempts: Attempts) -> Iterator[Finding | None]:
     shown: list[set[str]] | None = None  # the mistakes of each control that shows any
-    for rule, finding in judged(evidence, attempts):
-        if controls is not None and rule not in on_evidence.experiments and not finding.confirmed:
+    for _, finding in judged(evidence, attempts):
+        if controls is not None and not finding.confirmed:
             if shown is None:
                 mistakes = ({other.mistake for _, other in judged(control, attempts)} for control in controls)
                 shown = [names for names in mistakes if names]

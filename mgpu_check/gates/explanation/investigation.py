@@ -141,7 +141,7 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
     """
     lines = _lines(traces)
     yield from _waits(lines, relations)
-    yield from _once(trials, scenario, traces)
+    yield from _mistimed(trials, scenario, traces)
     yield from _reduced_again(lines, traces[0]) if traces else ()
     groups = _groups(traces, scenario.world_size)
     several = [group for group in groups if len(group[1][0]) > 1]
@@ -175,7 +175,7 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
             yield Change("new", name, line, calls, size=size)
 
 
-def _once(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
+def _mistimed(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
     """Yield changes of what happens at the wrong time: draws, recomputation, synchronization, repeated writes."""
     steps, first = max(1, scenario.steps), traces[0] if traces else RankTrace()
     for event in first.of("recompute")[:1]:
@@ -378,7 +378,8 @@ class SecondLook:
     """The further runs of a case that failed.
 
     `failure_of` makes one for each failed trial, with the world sizes of the gate, calls `taken` once, and drops it.
-    It makes one for each control, too. Each run that fails is left out. `repeated` is False if the second run was.
+    `_control` makes one for each control, too. Each run that fails is left out. `repeated` is False if the second run
+    was.
     """
 
     def __init__(self, trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> None:
@@ -388,7 +389,6 @@ class SecondLook:
         self._expected = attempts.of(label, failed.expected, trials.expected, case, deep=True)
         self._seen, self._relations = failed.runs, failed.relations
         self._traces: Sequence[RankTrace] = ()
-        self._hypotheses = observations.Hypotheses([], [])
         self.cases: list[tuple[Scenario, Tensors]] = []  # the case and its controls, with their evidence
         self.repeated = True
 
@@ -421,7 +421,8 @@ class SecondLook:
             self._relations,
             self._seen,
             traces=self._traces,
-            hypotheses=attempts.of("the parts of the batch", self._hypotheses, self._parts, windows),
+            hypotheses=attempts.of("the parts of the batch", None, self._parts, windows)
+            or observations.Hypotheses([], []),
             wrong_alone=attempts.of("the step at world size 1", False, self._is_wrong_alone),
             right_when_small=attempts.of("the run with a small batch", None, self._when_small),
             shardwise=wants_world_size(self._trials.program.reference),
@@ -458,13 +459,13 @@ class SecondLook:
             return False
         return not self._trials.compared(self._expected, [own]).holds
 
-    def _parts(self, windows: int) -> observations.Hypotheses:
+    def _parts(self, windows: int) -> observations.Hypotheses | None:
         trials = self._trials
-        if trials.one_device:  # else the step may not run on one device
-            how = run_hypotheses, trials.program, self._scenario, windows
-            results = self._unless_it_ends(trials.ranks.run, *how, size=1)
-            self._hypotheses = self._hypotheses if results is None else results[0]
-        return self._hypotheses
+        if not trials.one_device:
+            return None  # the step may not run on one device
+        how = run_hypotheses, trials.program, self._scenario, windows
+        results = self._unless_it_ends(trials.ranks.run, *how, size=1)
+        return None if results is None else results[0]
 
     def _controls(self) -> list[tuple[Scenario, Tensors]]:
         """Return the evidence of cases with other data that fail, too: a mistake must explain each of them."""
@@ -489,7 +490,7 @@ class SecondLook:
         """Return the evidence of another case; None if it has the same batch, does not run, or is right."""
         trials = self._trials
         try:
-            expected = trials.expected(scenario)
+            expected = trials.expected(scenario, deep=True)  # as `SecondLook` measures it
             if expected.single.batch == self._expected.single.batch:
                 return None  # the user's code sets its own seeds
             runs = trials.on_ranks(scenario, all_values=True)
@@ -582,7 +583,7 @@ class SecondLook:
 
 
 def _try_block_orders(trials: Trials, cases: Sequence[tuple[Scenario, Tensors]]) -> None:
-    """Add to the hypotheses of each case the orders of blocks that explain it, until there is none."""
+    """Add to the hypotheses of each case the orders of blocks that explain it, up to the first that has none."""
     for scenario, tensors in cases:
         values = {name: tensors.seen[0].values[name] for name in tensors.names if name in tensors.seen[0].values}
         if not values or len(values) < len(tensors.names):

@@ -212,6 +212,17 @@ _SEED = inspect.unwrap(torch.manual_seed).__code__
 
 
 @contextlib.contextmanager
+def profiled(note: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
+    """Call `note` at each call and return in this thread."""
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
 def noting_seeds(events: list[CallEvent]) -> Iterator[None]:
     """Record the seeds that are set in this thread, with their lines."""
 
@@ -221,12 +232,8 @@ def noting_seeds(events: list[CallEvent]) -> Iterator[None]:
         elif profile_event == "c_return" and (event := generator_seeded(frame, called)) is not None:
             events.append(event)
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
+    with profiled(note):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 def generator_seeded(frame: types.FrameType, called: Any) -> CallEvent | None:

@@ -177,10 +177,12 @@ def run_block_orders(
             altered = {name: functools.partial(blocks.moved, dim=dim) for name, dim in dims.items()}
             model = functools.partial(_build_with, program.build, altered)
             values = _run(rank, dataclasses.replace(program, build=model), scenario, lambda batch: batch)
-            for name, value in list((values or {}).items()):
+            if values is None:
+                continue
+            for name, value in values.items():
                 if name.kind in ("grads", "params") and name.of in dims and value.shape == parameters[name.of]:
-                    values[name] = blocks.moved(value, dims[name.of], back=True)  # type: ignore[index]
-            if values is not None and all(name in values and _near(values[name], own) for name, own in results.items()):
+                    values[name] = blocks.moved(value, dims[name.of], back=True)
+            if all(name in values and _near(values[name], own) for name, own in results.items()):
                 of_blocks = (f"{blocks.outer} x {blocks.inner} blocks", *dims)
                 equal.append(Alternative("blocks-in-other-order", values, index, of_blocks))
     return equal

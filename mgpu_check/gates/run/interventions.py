@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from mgpu_check.diagnosis.observations import Change, ObservedRun, Term
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import Program, modules_of
-from mgpu_check.gates.run.call_events import site, upstream
+from mgpu_check.gates.run.call_events import profiled, site, upstream
 from mgpu_check.gates.run.shards import parameters_of
 from mgpu_check.gates.run.step_runs import observe
 from mgpu_check.gates.search.scenarios import Scenario
@@ -287,22 +287,15 @@ def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[T
     return list(terms.values())
 
 
-def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractContextManager[None]:
-    if change.kind == "combine":
-        index, parameter_names, how = change.value
-        combine = functools.partial(_combine, model, own_groups()[index], parameter_names, how == "mean")
-        return around_backward(then=lambda: recorder.aside(combine))
-    if change.kind == "term":
-        return scaling_term(*change.value)
-    if change.kind == "shift":
-        return _Shifting(change, rank)
-    if change.kind == "last":
-        return _last_calls(change) if isinstance(change.value, tuple) else _Writes(change)
-    if change.kind == "weigh":
-        return _weighed_by_samples(model)
-    if change.kind in _WITHOUT_CALLS:
-        return _WITHOUT_CALLS[change.kind]()
-    return _with_calls(change)
+def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractContextManager[Any]:
+    around = _AROUND.get(change.kind)
+    return _with_calls(change) if around is None else around(change, rank, model)
+
+
+def _combining(change: Change, rank: Rank, model: Any) -> contextlib.AbstractContextManager[None]:
+    index, parameter_names, how = change.value
+    combine = functools.partial(_combine, model, own_groups()[index], parameter_names, how == "mean")
+    return around_backward(then=lambda: recorder.aside(combine))
 
 
 class _DrawsOfRank0(TorchDispatchMode):
@@ -336,14 +329,17 @@ class _DrawsOfRank0(TorchDispatchMode):
 def _always_synchronized() -> Iterator[None]:
     """Let wrappers synchronize gradients in each backward pass."""
 
+    set_as_usual: Any = nn.Module.__setattr__  # annotated for tensors and modules only
+
     def set_attribute(self: DistributedDataParallel, name: str, value: Any) -> None:
-        nn.Module.__setattr__(self, name, True if name == "require_backward_grad_sync" else value)  # type: ignore
+        set_as_usual(self, name, True if name == "require_backward_grad_sync" else value)
+
+    synchronize = FSDPModule.set_requires_gradient_sync
 
     def require(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
         synchronize(self, True)
 
     # `no_sync` and users clear this attribute (torch/nn/parallel/distributed.py, torch 2.13).
-    synchronize = FSDPModule.set_requires_gradient_sync
     with (
         replaced(FSDPModule, "set_requires_gradient_sync", require),
         replaced(DistributedDataParallel, "__setattr__", set_attribute),
@@ -371,14 +367,7 @@ def _without_recomputation() -> Iterator[None]:
         yield
 
 
-_WITHOUT_CALLS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "draw": _DrawsOfRank0,
-    "keep": _without_recomputation,
-    "synchronize": _always_synchronized,
-}
-
-
-_Line = tuple[str, str]  # the name of a function, and the line that calls it
+_CallingLine = tuple[str, str]  # the name of a function, and the line that calls it
 
 
 class _Writes(TorchFunctionMode):
@@ -390,7 +379,7 @@ class _Writes(TorchFunctionMode):
     def __init__(self, change: Change | None = None) -> None:
         super().__init__()
         self._change = change
-        self.counts: dict[_Line, Counter[tuple[int, int]]] = {}  # line -> address and size of a tensor -> writes
+        self.counts: dict[_CallingLine, Counter[tuple[int, int]]] = {}  # line -> address and size of a tensor -> writes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -413,7 +402,9 @@ _WRITING = re.compile(r"(?!_)(?!requires_grad_|retain_|detach_|zero_).*[a-z]_|_f
 
 
 @contextlib.contextmanager
-def _noting_procedures(counts: Counter[_Line], codes: dict[_Line, types.CodeType | None]) -> Iterator[None]:
+def _noting_procedures(
+    counts: Counter[_CallingLine], codes: dict[_CallingLine, types.CodeType | None]
+) -> Iterator[None]:
     """Count the calls of functions under test that return nothing, and note their code; None if one returned more."""
 
     def note(frame: types.FrameType, profile_event: str, result: Any) -> None:
@@ -425,12 +416,8 @@ def _noting_procedures(counts: Counter[_Line], codes: dict[_Line, types.CodeType
             counts[line] += 1
             codes[line] = code if result is None and codes.get(line, code) is code else None
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
+    with profiled(note):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -449,8 +436,10 @@ def _last_calls(change: Change) -> Iterator[None]:
         if (function.__code__.co_filename, function.__code__.co_firstlineno) == (file, line)
     ]
     codes = [function.__code__ for function in functions]
+    detours = [_detour.__code__.replace() for _ in functions]  # equal, and each an object of its own
 
-    def call(index: int, *args: Any, **kwargs: Any) -> Any:
+    def call(detour: types.CodeType, *args: Any, **kwargs: Any) -> Any:
+        index = next(number for number, code in enumerate(detours) if code is detour)
         counts[index] += 1
         if counts[index] % times:
             return None
@@ -461,9 +450,8 @@ def _last_calls(change: Change) -> Iterator[None]:
 
     _called.append(call)
     try:
-        for index, function in enumerate(functions):
-            consts = tuple(index if value == _INDEX else value for value in _detour.__code__.co_consts)
-            function.__code__ = _detour.__code__.replace(co_consts=consts)
+        for function, code in zip(functions, detours, strict=True):
+            function.__code__ = code
         yield
     finally:
         for function, code in zip(functions, codes, strict=True):
@@ -472,13 +460,15 @@ def _last_calls(change: Change) -> Iterator[None]:
 
 
 _called: list[Callable[..., Any]] = []  # what a detour calls, while a change is made
-_INDEX = 1_000_003  # in the code of `_detour`, the place of the function's index
 
 
 def _detour(*args: Any, **kwargs: Any) -> Any:
+    """Take the place of a function's code. It has the globals of that function, so it imports all that it needs."""
+    import sys
+
     from mgpu_check.gates.run.interventions import _called
 
-    return _called[-1](1_000_003, *args, **kwargs)
+    return _called[-1](sys._getframe().f_code, *args, **kwargs)
 
 
 Repetition = tuple[str, str, tuple[int, ...] | tuple[int, str, int]]
@@ -491,7 +481,7 @@ def run_noting_repetitions(rank: Rank, program: Program, scenario: Scenario) -> 
 
     Lines are left out that write to tensors unequally often, because these are temporary.
     """
-    writes, counts, codes = _Writes(), Counter[_Line](), dict[_Line, types.CodeType | None]()
+    writes, counts, codes = _Writes(), Counter[_CallingLine](), dict[_CallingLine, types.CodeType | None]()
 
     @contextlib.contextmanager
     def noting(model: Any, batches: Any) -> Iterator[None]:
@@ -776,3 +766,16 @@ class _Shifting(_AroundRanges):
         by = self._index * (end - start)
         moved = slice(start + by, end + by)
         return (*index[:position], moved, *index[position + 1 :]) if isinstance(index, tuple) else moved
+
+
+_AROUND: dict[str, Callable[[Change, Rank, Any], contextlib.AbstractContextManager[Any]]] = {
+    "combine": _combining,
+    "term": lambda change, rank, model: scaling_term(*change.value),
+    "shift": lambda change, rank, model: _Shifting(change, rank),
+    "last": lambda change, rank, model: _last_calls(change) if isinstance(change.value, tuple) else _Writes(change),
+    "weigh": lambda change, rank, model: _weighed_by_samples(model),
+    "draw": lambda change, rank, model: _DrawsOfRank0(),
+    "keep": lambda change, rank, model: _without_recomputation(),
+    "synchronize": lambda change, rank, model: _always_synchronized(),
+}
+"""By kind of change: the context of a run that has it. The others change calls of collectives."""

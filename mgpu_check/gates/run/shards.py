@@ -418,6 +418,8 @@ def with_groups_of(single: ObservedRun, run: ObservedRun) -> ObservedRun:
     A rank may have only some of the groups or optimizers. A group keeps its number if its parameters are in several
     groups on one device, or in none.
     """
+    if run.group_of == single.group_of:
+        return run
     labels: dict[str, set[str]] = defaultdict(set)
     for name, label in run.group_of.items():
         if name in single.group_of:

@@ -38,8 +38,6 @@ Tolerance = float | Mapping[str, float] | None  # of the user, for all tensors o
 
 _KEPT = 64  # most scenarios whose expected results are kept for other world sizes
 _KEPT_ELEMENTS = 100_000_000  # most elements of all kept results together: they take less than a gigabyte
-
-
 _PROBES = 3  # further cases that show which parameters a rank uses that has used none
 
 
