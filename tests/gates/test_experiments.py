@@ -140,6 +140,29 @@ def by_its_own_number(model, batch, rank, wrong):
     synchronize(model, rank)
 
 
+def by_a_sum_of_norms(model, batch, rank, wrong):
+    def total(y):
+        squares = reduced(y.norm() ** (1 if wrong else 2), rank)
+        return 1 + (squares if wrong else squares.sqrt())
+
+    scaled_by(model, batch, rank, total)
+
+
+def by_an_addend_of_each_rank(model, batch, rank, wrong):
+    """A bias that all ranks have is added before the sum over ranks, instead of after it."""
+    x, y = chunked(batch, rank)
+    bias = torch.full((1,), 0.5, device=rank.device)
+    sums = reduced(y.sum(0) + bias, rank) if wrong else reduced(y.sum(0), rank) + bias
+    trains(model, rank, x, y / (1 + sums.abs()))
+
+
+def by_gradients_that_are_reduced_already(model, batch, rank, wrong):
+    x, y = chunked(batch, rank)
+    trains(model, rank, x, y)
+    for parameter in model.parameters() if wrong else ():
+        dist.all_reduce(parameter.grad)
+
+
 @pytest.mark.parametrize(
     ("program", "mistake", "evidence"),
     [
@@ -150,6 +173,12 @@ def by_its_own_number(model, batch, rank, wrong):
             marks=pytest.mark.slow,
         ),
         pytest.param(by_its_own_number, "wrong-reduction", "each rank needs its own value", marks=pytest.mark.slow),
+        (by_a_sum_of_norms, "wrong-reduction", "with the root of the sum of squares makes the step right"),
+        pytest.param(
+            *(by_an_addend_of_each_rank, "partial-result-added-on-every-rank", "the second term of one rank only"),
+            marks=pytest.mark.slow,
+        ),
+        (by_gradients_that_are_reduced_already, "reduced-again", "has reduced already; without it the step is right"),
     ],
 )
 def test_the_change_that_makes_a_step_right_names_its_mistake(ranks, program, mistake, evidence):

@@ -215,7 +215,7 @@ def _reduced_again(lines: Sequence[_Line], trace: RankTrace) -> Iterator[Change]
             if event.name in COLLECTIVES and COLLECTIVES[event.name].reduces and event.details.get("after"):
                 results.setdefault(event.where, []).append(event.details["after"][0])
         for where, several in results.items():
-            sums = [(several[-1]["sum"], several[-1]["norm"])]
+            sums = [(own["sum"], own["norm"]) for own in several]
             sums += [(sum(own["sum"] for own in several), math.hypot(*(own["norm"] for own in several)))]
             if any(abs(operand["sum"] / operand["norm"] - total / norm) <= _NEAR for total, norm in sums if norm):
                 yield Change("skip", name, line, where, size=_op_and_size(events)[1])

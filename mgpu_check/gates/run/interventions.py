@@ -619,8 +619,9 @@ class _Additions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        both = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
-        if getattr(func, "__name__", "") in _ADDING and len(both) == len(args) == 2 and not kwargs:
+        both = [value for value in args if isinstance(value, torch.Tensor)]
+        is_sum = getattr(func, "__name__", "") in _ADDING and len(both) == len(args) == 2 and not kwargs
+        if is_sum and result.dim():  # an addend may have no dimension, such as a bias of one value
             self.recent.append(tuple(value.detach().clone() for value in (result, *both)))
         return result
 
