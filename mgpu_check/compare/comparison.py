@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
 
 from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import Aligned
@@ -21,7 +19,7 @@ from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.comparability import SNAPSHOT, drawing, standing
 from mgpu_check.compare.diagnosis import others_from_the_start
 from mgpu_check.compare.first_difference import with_rows_together
-from mgpu_check.compare.processes import ScriptRun, fitted, fresh_directory, run
+from mgpu_check.compare.processes import ScriptRun, fitted, fresh_directory, run, temporary
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import (
@@ -81,6 +79,7 @@ class ScriptComparison:
 
     plan: ComparisonPlan
     runs: list[ScriptRun] = field(default_factory=list)
+    starts_ranks: bool = False  # the script starts its ranks itself, as far as the runs have shown
     assembly: Assembly | None = None  # the traces of the ranks; None for a single process with several devices
     aligned: Aligned | None = None
     rounding: Rounding | None = None
@@ -128,14 +127,14 @@ def _verdict(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> 
     plan = comparison.plan
     reference = run_script(comparison, tell, "one device", 1)
     if reference.has("starts"):
-        return refused_with(reports.starts_ranks_itself(one_device=True))
+        return refused_with(reports.starts_other_ranks(reference, 1))
     if reference.failed:
         return of_failure(reference, reference.failed, one_device=True)
     if not reference.traces[0].steps:
         return refused_with(reports.no_steps(reference, reference.ranks))
     several = _several(comparison, tell, tapes)
     if several.has("starts"):
-        return refused_with(reports.starts_ranks_itself(one_device=False))
+        return refused_with(reports.starts_other_ranks(several, plan.world))
     if several.failed:
         return of_failure(several, several.failed, one_device=False)
     silent = [ended for ended in several.ranks if not ended.steps]
@@ -194,11 +193,6 @@ def _again(comparison: ScriptComparison, tell: Tell, divided: bool) -> tuple[Scr
                 assembly = assembled(reference.traces[0], several.traces)
     comparison.aligned = _aligned(reference, assembly, world)
     return repeated, _found_what_was_left(comparison.runs)
-
-
-def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
-    """Return an unnamed temporary file, which `undo` closes."""
-    return undo.enter_context(tempfile.TemporaryFile())
 
 
 def constants_placed(
@@ -261,6 +255,7 @@ def run_script(
     """
     plan = comparison.plan
     environment = environment or (plan.single if world == 1 else plan.several)
+    starts_ranks = comparison.starts_ranks and world > 1
     with fresh_directory(plan.directory) if plan.fresh else nullcontext(plan.directory) as directory:
         done = run(
             label,
@@ -275,7 +270,13 @@ def run_script(
             files=files,
             distinct=distinct,
             launcher=plan.launcher,
+            starts_ranks=starts_ranks,
         )
+    if done.has("starts") and world > 1 and not starts_ranks:
+        # Each process of the runner was to be a rank, and started ranks. They have written nothing to the files yet.
+        comparison.starts_ranks = True
+        return run_script(comparison, tell, label, world, moved, environment, files, distinct, until)
+    comparison.starts_ranks |= done.has("started") and not done.has("starts")
     comparison.runs.append(done)
     for broken in (event for trace in done.traces for event in trace.of("broken")):
         raise RecorderError(
@@ -284,14 +285,15 @@ def run_script(
         )
     steps = sorted({ended.steps for ended in done.ranks})
     number = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-    tell(f"{label}: {number} optimizer steps, {done.seconds:.1f} s")
+    by = ", which the script starts" if done.starts_ranks else ""
+    tell(f"{label}{by}: {number} optimizer steps, {done.seconds:.1f} s")
     return done
 
 
 def _led(runs: Sequence[ScriptRun]) -> Iterator[str]:
     """Report the line that gave the ranks another address than the store of the comparison."""
     for script_run in runs:
-        if script_run.has("spawned"):  # the script is its own launcher
+        if script_run.has("spawned") or script_run.has("started"):  # the script is its own launcher
             return
         for event in [event for trace in script_run.traces for event in trace.of("led")][:1]:
             location = f"{relative(script_run.shown(event['file']))}:{event['line']}"

@@ -1,30 +1,31 @@
-"""Watch the processes of a run: the collectives that each has entered, and ranks that a process starts itself.
+"""Watch the processes of a run: the collectives that each has entered, and ranks that the script starts itself.
 
 On real devices a collective returns at once, and a rank waits later, for example in ``loss.item()``. The runner reads
 the counts of entered collectives while the process hangs, to name the rank that the others wait for.
 
-Ranks are detected among the processes that the script starts by "spawn" or "forkserver": a process that makes a process
-group is a rank that the script starts itself. It would wait for other ranks, and its parent for it, until the timeout.
-Its new interpreter is not recorded, so the pickled process object installs the watch there.
+The script may start processes by any means: `multiprocessing`, `subprocess`, a launcher, Ray. Each new Python runs
+`cli/startup/sitecustomize.py`, which installs the watch there. A process that makes a process group is a rank; others,
+such as workers of loaders, stay unrecorded. It opens its files by their descriptors in the runner, which need not be
+inherited.
 
 Imports no torch: the runner, and such a process, may do without.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import struct
-import sys
 import threading
-from collections.abc import Callable
-from multiprocessing import popen_forkserver, popen_spawn_posix, reduction
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from mgpu_check.compare.trace import Writer
 from mgpu_check.processes import collective_records
+from mgpu_check.processes.environments import PLACE
 from mgpu_check.torch_hooks.patches import Patches, around
+
+if TYPE_CHECKING:
+    from mgpu_check.compare.in_script.recorder import ScriptRecorder
 
 _NUMBER = struct.Struct("=Q")
 
@@ -56,55 +57,72 @@ def entered(fd: int) -> tuple[int, int]:
     return (_NUMBER.unpack(number)[0] if number else 0), collective_records.parse(data[: collective_records.SIZE]).total
 
 
-# init_process_group calls one of these first (torch/distributed/distributed_c10d.py, torch 2.13). They are replaced
-# instead of it, because the script may have imported it by name.
-_IN_MAKING_A_GROUP = ("rendezvous", "_new_process_group_helper")
-_HOME = str(Path(__file__).parents[2])
+Record = Callable[[Mapping[str, int]], "ScriptRecorder"]
 
 
-def install_watch(fd: int) -> None:
-    """Record "starts" in the trace `fd` for each process that is started from now on and makes a process group."""
-    for process_class in (popen_spawn_posix.Popen, popen_forkserver.Popen):
-        Patches().wrap(process_class, "_launch", around(functools.partial(_with_watch, fd)))
+def files_of(runner: int, files: Mapping[str, int]) -> dict[str, int]:
+    """Open files of the process `runner` by their descriptors there. Raises `OSError` if it has ended."""
+    opened = {}
+    for name, fd in files.items():
+        mode = os.O_RDWR | (os.O_APPEND if name == "trace" else 0)
+        opened[name] = os.open(f"/proc/{runner}/fd/{fd}", mode | os.O_CLOEXEC)
+    return opened
 
 
-def _with_watch(fd: int, launch: Any, self: Any, process: Any) -> Any:
-    # sys.path is sent to the process, which must be able to import this module: Lib/multiprocessing/spawn.py,
-    # get_preparation_data, Python 3.11.
-    added = _HOME not in sys.path
-    if added:
-        sys.path.append(_HOME)
-    try:
-        return launch(self, _Watched(process, fd))
-    finally:
-        if added:
-            sys.path.remove(_HOME)
+def group_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the number of ranks that a call of `init_process_group` with these arguments asks for."""
+    size = kwargs.get("world_size", args[3] if len(args) > 3 else -1)
+    return int(os.environ.get("WORLD_SIZE", 1)) if size in (-1, None) else int(size)
 
 
-class _Watched:
-    """Replaces a process object while it is pickled: `_with_watch` makes it; the new process calls `_arrived`."""
+def install_rank_watch(ranks: Sequence[Mapping[str, int]], size: int, record: Record, meets: bool) -> None:
+    """Record a process that the script starts, once it is known to be a rank; call it after torch is imported.
 
-    def __init__(self, process: Any, fd: int) -> None:
-        self._process, self._fd = process, fd
+    A rank makes a process group, or, on one device, trains without one. If the script starts other ranks than
+    expected, the trace of rank 0 receives "starts".
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._process, name)
+    Args:
+        ranks: the files of each rank.
+        size: number of ranks that the script may start; 0 if the runner has started them.
+        record: records this process in the files of a rank.
+        meets: ranks meet at the store of the runner, so that the number of ranks is compared before they wait there.
+    """
+    from torch import is_grad_enabled
+    from torch.distributed import is_available
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.utils.data import get_worker_info
 
-    def __reduce__(self) -> Any:
-        return _arrived, (self._process, reduction.DupFd(self._fd))
+    patches = Patches(sparing="mgpu_check")
+    undo = contextlib.ExitStack()
 
+    def take_over(rank: int, world: int) -> ScriptRecorder:
+        undo.close()
+        os.environ[PLACE] = f"{rank}/{world}"
+        recorder = record(ranks[rank if rank < len(ranks) else 0])
+        if world != size or not recorder.take_over():
+            recorder.wait("starts", size=world)
+        return recorder
 
-def _arrived(process: Any, trace: Any) -> Any:
-    """Install the watch in the new process, after the imports of the script, and return the process object to run."""
-    fd = trace.detach()
-    os.set_inheritable(fd, False)
-    writer = Writer(fd)
+    def make_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        from torch import distributed
 
-    def starts(*args: object, **kwargs: object) -> None:
-        writer.write("starts", after=0)
-        threading.Event().wait()
+        if meets and (asked := group_size(args, kwargs)) != size:
+            take_over(0, asked)
+        original(*args, **kwargs)
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        take_over(rank, world).note("group", size=world, rank=rank)
 
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    for name in _IN_MAKING_A_GROUP if c10d is not None else ():
-        setattr(c10d, name, starts)
-    return process
+    def enter(module: Any, args: Any) -> None:
+        in_main = threading.current_thread() is threading.main_thread() and get_worker_info() is None
+        trains = module.training and is_grad_enabled() and next(module.parameters(), None) is not None
+        if in_main and trains:
+            take_over(0, 1).enter(module, args)
+
+    if is_available():
+        from torch.distributed import distributed_c10d as c10d
+
+        patches.replace(c10d.init_process_group, around(make_group)(c10d.init_process_group))
+    patches.apply()
+    undo.callback(patches.undo)
+    if size == 1:
+        undo.callback(register_module_forward_pre_hook(enter).remove)

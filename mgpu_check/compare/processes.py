@@ -4,19 +4,24 @@ The processes are plain ones, not children of the engine's fork server, which ha
 script may set variables that torch reads on import. It must be ``__main__`` for the processes that it starts, and must
 not find a process group that it has not made.
 
+A script may start its ranks itself. On one device the process that trains is recorded, whoever has started it. On
+several devices the script then runs once, without variables of a launcher, and each process that makes the process
+group is recorded as the rank that it is there.
+
 Nothing is left behind. Traces, output and stacks are unnamed files, which the kernel deletes with their last process.
 Each process has its own process group, which is killed at the end, and each process dies with this one. Processes that
 a run leaves outside of its process groups are ended, too.
 
 A run may have a working directory of its own: a copy of the current directory, and of the directories beside it.
 
-Arguments of the script may depend on the number of its processes: ``--batch-size={64/W}``.
+Arguments of the script may depend on the number of its processes, ``--batch-size={64/W}``, and on their ranks.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import functools
 import itertools
 import json
@@ -45,7 +50,7 @@ from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes import child_processes
 from mgpu_check.processes.child_processes import STACKS_SIGNAL, children, held_back, kill
 from mgpu_check.processes.collective_records import fewest
-from mgpu_check.processes.environments import PLACE, VARIABLES, with_startup, without_launcher
+from mgpu_check.processes.environments import PLACE, SETTINGS, VARIABLES, with_startup, without_launcher
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.tracebacks import Location, location_of
 
@@ -62,7 +67,10 @@ _OPERATORS = {
 
 
 def fitted(words: Sequence[str], world: int) -> list[str]:
-    """Return the words with each ``{…W…}`` replaced by its value, where W is `world`.
+    """Return the words with each ``{…W…}`` replaced by its value, where W is `world`, and words of the ranks.
+
+    A word with ``{R}`` is there once for each rank: ``cuda:{R}`` is ``cuda:0 cuda:1`` for 2 processes. ``{R,}`` has the
+    numbers of all ranks, ``0,1``.
 
     An expression without a decimal point must have an integer value: ``{64/W}`` is 16 for 4 processes. With a decimal
     point, as in ``{0.1*W}``, the value is a float.
@@ -70,6 +78,9 @@ def fitted(words: Sequence[str], world: int) -> list[str]:
     Raises:
         ValueError: an expression is invalid, or its value is not an integer.
     """
+    ranks = [str(rank) for rank in range(world)]
+    words = [word.replace("{R,}", ",".join(ranks)) for word in words]
+    words = [word.replace("{R}", rank) for word in words for rank in (ranks if "{R}" in word else ranks[:1])]
     return [_EXPRESSION.sub(lambda match: _value(match[1], world), word) for word in words]
 
 
@@ -122,6 +133,8 @@ _INTERVAL = 0.02  # seconds between two checks of the processes
 _GRACE = 5.0  # seconds for the other ranks after a failure: their own errors may explain it
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
+_HEAD = 65536  # bytes of a trace before its first step
+_STARTED = re.compile(rb'^\{"event":"started","pid":(\d+),', re.MULTILINE)
 _HERE = Path(__file__).parents[1]
 _WAITING = ("stopped", "alone", "starts")  # after these events a process waits to be ended
 
@@ -172,6 +185,7 @@ class ScriptRun:
     seconds: float
     failed_rank: int | None  # the rank that failed or hung first; None if all ranks finished or were stopped
     directory: Path | None = None  # of the run alone, removed by now; None if it ran in the current directory
+    starts_ranks: bool = False  # the script has started the ranks
 
     def shown(self, file: str) -> str:
         """Return the name of a file for reports, relative to the directory of the run if it is inside."""
@@ -193,38 +207,41 @@ class ScriptRun:
 
 class _RecordedProcess:
     """A recorded process and the files that it writes.
-    `run` starts it with its environment, looks at its trace while it lives, and kills it. After `ended` has read the
-    files, `run` closes them."""
+    `run` starts it, looks at its trace while it lives, and kills it. After `ended` has read the files, `run` closes
+    them. If the script starts its ranks itself, `process` is the script, and each rank has its own trace."""
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: dict[str, str],
-        settings: dict[str, object],
-        directory: Path | None,
-        files: Mapping[str, int],
-    ) -> None:
+    process: subprocess.Popen[bytes]
+    output: tuple[IO[bytes], IO[bytes]]  # stdout and stderr
+
+    def __init__(self, rank: int, files: Mapping[str, int], undo: contextlib.ExitStack) -> None:
         self.rank = rank
-        with contextlib.ExitStack() as undo:
-            self.trace, self.stacks, self.entered, self.stdout, self.stderr = (
-                undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(5)
-            )
-            own = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno(), "entered": self.entered.fileno()}
-            fds = {**own, **files}
-            self.process = subprocess.Popen(
-                command,
-                env={**environment, "_MGPU_CHECK_COMPARE": json.dumps({**settings, **fds})},
-                stdin=subprocess.DEVNULL,
-                stdout=self.stdout,
-                stderr=self.stderr,
-                pass_fds=list(fds.values()),
-                process_group=0,
-                cwd=directory,
-            )
-            self.files = undo.pop_all()
+        self.trace, self.stacks, self.entered = (temporary(undo) for _ in range(3))
+        # A process that the script has started writes the trace after the script's first process.
+        fcntl.fcntl(self.trace, fcntl.F_SETFL, os.O_APPEND)
+        own = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno(), "entered": self.entered.fileno()}
+        self.fds = {**own, **files}
         self.killed = False
         self.location: Location | None = None
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        settings: Mapping[str, object],
+        directory: Path | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        self.output = temporary(undo), temporary(undo)
+        self.process = subprocess.Popen(
+            command,
+            env={**environment, SETTINGS: json.dumps(settings)},
+            stdin=subprocess.DEVNULL,
+            stdout=self.output[0],
+            stderr=self.output[1],
+            pass_fds=list(self.fds.values()),
+            process_group=0,
+            cwd=directory,
+        )
 
     def size(self) -> int:
         return os.fstat(self.trace.fileno()).st_size
@@ -234,9 +251,31 @@ class _RecordedProcess:
         last = os.pread(self.trace.fileno(), 200, max(0, self.size() - 200))
         return any(f'\n{{"event":"{event}"'.encode() in last for event in events)
 
+    def pid(self) -> int:
+        """Return the process that trains: the first one of the script, or one that it has started."""
+        return self.started() or self.process.pid
+
+    def started(self) -> int | None:
+        """Return the process that writes the trace if the script has started it, else None."""
+        match = _STARTED.search(os.pread(self.trace.fileno(), _HEAD, 0))
+        return int(match[1]) if match else None
+
+    def end(self) -> str:
+        """Return how a process that the script has started has ended: "ended", "raised", or "" for neither so far."""
+        last = os.pread(self.trace.fileno(), 200, max(0, self.size() - 200)).rpartition(b'\n{"event":"')[2]
+        event = last.partition(b'"')[0].decode(errors="replace")
+        return event if event in ("ended", "raised") and self.started() is not None else ""
+
+    def is_open(self) -> bool:
+        """Return whether the process may still make progress."""
+        return self.process.poll() is None and not self.end() and not self.said(*_WAITING)
+
     def failed(self) -> bool:
         """Return whether the process has ended, and the script failed."""
         code = self.process.returncode
+        if self.started() is not None:
+            # The script's first process may end with code 0 although a process that it has started has failed.
+            return self.end() == "raised" or (code is not None and not self.end() and not self.said(*_WAITING))
         # An interpreter that exits with a process group may abort: a thread of gloo that drops a tensor takes the GIL
         # while the interpreter is torn down (pytorch/pytorch#179291, pytorch/pytorch#190489).
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
@@ -269,15 +308,22 @@ class _RecordedProcess:
         trace = self.recorded
         code = None if self.killed else self.process.returncode
         how: ExitReason
+        if self.end():
+            code = int(self.end() == "raised")
         if code is not None:
             how = "failed" if self.failed() else "finished"
         elif trace is not None and any(trace.of(event) for event in _WAITING):
             how = "stopped"
         else:
             how = "hung" if hung else "killed"
-        written = (_content(file, _TAIL).decode(errors="replace") for file in (self.stdout, self.stderr))
+        written = (_content(file, _TAIL).decode(errors="replace") for file in self.output)
         stdout, stderr = ("\n".join(text.strip().splitlines()[-12:]) for text in written)
         return ProcessResult(self.rank, code, how, trace, stdout, stderr, self.location)
+
+
+def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
+    """Return an unnamed temporary file, which `undo` closes."""
+    return undo.enter_context(tempfile.TemporaryFile(buffering=0))
 
 
 def _content(file: IO[bytes], last: int) -> bytes:
@@ -299,6 +345,7 @@ def run(
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
     distinct: bool = False,
     launcher: str = "torchrun",
+    starts_ranks: bool = False,
 ) -> ScriptRun:
     """Run `command` in `world` processes, and wait for all of them.
 
@@ -310,6 +357,7 @@ def run(
         directory: working directory of the processes; None: the current one.
         files: file descriptors, one for all processes or one for each; see `Files` in `in_script/placements.py`.
         launcher: whose variables the processes get; see `mgpu_check.processes.environments.VARIABLES`.
+        starts_ranks: the script is one process, which starts its ranks itself.
     """
     began = time.monotonic()
     settings: dict[str, object] = {
@@ -319,31 +367,48 @@ def run(
         "taped": taped,
         "moved": moved,
         "apart": distinct,
+        "first": True,
+        "store": None,
     }
     processes: list[_RecordedProcess] = []
     child_processes.adopt_orphans()  # orphans become children of this process from now on
     before = set(children())
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
-        settings["store"] = listener.getsockname()
+        store = listener.getsockname()
         try:
             for rank in range(world):
-                variables = _variables(environment, rank, world, listener.getsockname()[1], launcher)
                 own = {name: fd if isinstance(fd, int) else fd[rank] for name, fd in files.items()}
-                processes.append(_RecordedProcess(rank, command, variables, settings, directory, own))
+                processes.append(_RecordedProcess(rank, own, undo))
+            if starts_ranks:
+                first = processes[0]
+                own_settings = {**settings, "ranks": [process.fds for process in processes], "size": world}
+                first.start(command, _variables(environment), own_settings, directory, undo)
+                for process in processes[1:]:
+                    process.process, process.output = first.process, first.output
+            for process in () if starts_ranks else processes:
+                variables = {**_variables(environment), **_launched(process.rank, world, store[1], launcher)}
+                # Of the processes that the script starts, one may be the rank if there is one device.
+                started_ranks = {"ranks": [process.fds], "size": 1 if world == 1 else 0}
+                process.start(
+                    command,
+                    variables,
+                    {**settings, **process.fds, **started_ranks, "store": store},
+                    directory,
+                    undo,
+                )
             # The processes can already connect; the store serves them from now on.
             undo.enter_context(_store(listener, world))
             failed_rank, hung = _wait(processes, timeout)
         finally:
-            for process in processes:
+            started = [process for process in processes if hasattr(process, "process")]
+            for process in started:
                 process.kill()
             end_orphans(before)
-            for process in processes:
+            for process in started:
                 process.clear()
-            ended = [process.ended(hung) for process in processes] if sys.exc_info()[0] is None else []
-            for process in processes:
-                process.files.close()
-    return ScriptRun(label, ended, time.monotonic() - began, failed_rank, directory)
+            ended = [process.ended(hung) for process in started] if sys.exc_info()[0] is None else []
+    return ScriptRun(label, ended, time.monotonic() - began, failed_rank, directory, starts_ranks)
 
 
 @contextlib.contextmanager
@@ -360,19 +425,23 @@ def _store(listener: socket.socket, world: int) -> Iterator[None]:
     del store
 
 
-def _variables(environment: Mapping[str, str], rank: int, world: int, port: int, launcher: str) -> dict[str, str]:
-    """Return the environment of a rank, as the launcher sets it on one machine.
+def _launched(rank: int, world: int, port: int, launcher: str) -> dict[str, str]:
+    """Return the variables of a rank, as the launcher sets them on one machine.
     Ranks of every launcher get an address, as scripts of jobs export it, and meet at the store of the comparison."""
+    return {
+        **{name: value.format(rank=rank, world=world) for name, value in VARIABLES[launcher].items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        PLACE: f"{rank}/{world}",
+    }
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process without variables of a launcher."""
     variables = without_launcher(environment)
     variables["PYTHONPATH"] = with_startup(variables)
-    variables.update({name: value.format(rank=rank, world=world) for name, value in VARIABLES[launcher].items()})
-    variables.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    variables[PLACE] = f"{rank}/{world}"
     # As for several ranks (torch/distributed/run.py, config_from_args, torch 2.13); also on one device, to sum alike.
     variables.setdefault("OMP_NUM_THREADS", "1")
     # For CUDA's libraries, independent of settings in the script: no TF32, and an order of sums that does not depend on
@@ -392,7 +461,9 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
     while True:
         now = time.monotonic()
         # Computed before the failures: a process that ends in between still counts as open, and is checked again.
-        open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
+        open_ = [process for process in processes if process.is_open()]
+        if any(process.said("starts") for process in processes):
+            return None, False  # other ranks may never start
         for process in processes:
             if process.rank not in failures and process.failed():
                 # When its script ended, by the clock of the machine, if it lived to record that.
@@ -420,16 +491,16 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
 
 def _look(processes: Sequence[_RecordedProcess]) -> None:
     # The number of its threads that block the signal is larger while threads write their stacks.
-    waiting = {process: held_back(process.process.pid, STACKS_SIGNAL) for process in processes}
+    waiting = {process: held_back(process.pid(), STACKS_SIGNAL) for process in processes}
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.process.pid, STACKS_SIGNAL)
+            os.kill(process.pid(), STACKS_SIGNAL)
     deadline = time.monotonic() + _STACKS_TIMEOUT
     while waiting and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
         for process, before in list(waiting.items()):
             # Checked before stacks are read: they may be incomplete.
-            written = held_back(process.process.pid, STACKS_SIGNAL) <= before
+            written = held_back(process.pid(), STACKS_SIGNAL) <= before
             process.location = process.where()
             if written and process.location is not None:
                 del waiting[process]

@@ -52,16 +52,14 @@ def no_steps(run: ScriptRun, silent: Sequence[ProcessResult]) -> Report:
     return Report(f"not comparable: no optimizer step was seen {location}", remarks=remarks)
 
 
-def starts_ranks_itself(one_device: bool) -> Report:
-    """Return the report of a script that starts ranks itself, although each process already is a rank."""
+def starts_other_ranks(run: ScriptRun, world: int) -> Report:
+    """Return the report of a script that starts its ranks itself, and other ones than the run needs."""
+    size = next((event["size"] for trace in run.traces for event in trace.of("starts")), None)
     return refusal(
-        "the script starts its ranks itself (another number by torch.multiprocessing.spawn, or processes that make a "
-        f"process group), but compare already starts {'it on one device' if one_device else 'them'}, with the "
-        "variables of torchrun",
+        f"the script starts its ranks itself, {size} on {world} device{'s' * (world > 1)} in the run “{run.label}”",
         [
-            "let spawn start torch.cuda.device_count() processes, or as many as an argument says, such as --gpus={W}",
-            "run as one rank if RANK is set, and start ranks only if it is not set: if 'RANK' in os.environ: "
-            "main(int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)",
+            "let it start torch.cuda.device_count() ranks, or as many as an argument says, such as --gpus={W} for the "
+            "number, cuda:{R} for a word for each rank, or {R,} for numbers with commas",
         ],
     )
 

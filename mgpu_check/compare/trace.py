@@ -307,15 +307,36 @@ def write_all(fd: int, *chunks: bytes | memoryview) -> None:
 
 class Writer:
     """Writes a trace to a file descriptor, each line in one write, so that the runner can follow the progress.
-    The recorder of a process makes it, and writes until the process ends. Forked children write nothing."""
+    The recorder of a process makes it, and writes until the process ends. A process that the script has started writes
+    nothing before it is the one that trains.
 
-    def __init__(self, fd: int) -> None:
-        self.fd, self.pid = fd, os.getpid()
+    `held`: this is such a process, so it keeps its lines until then.
+    """
+
+    def __init__(self, fd: int, held: bool = False) -> None:
+        self.fd, self.pid = fd, None if held else os.getpid()
+        self._held: list[bytes] = []
+        self._size = 0
 
     def write(self, event: str, **fields: object) -> None:
-        """Append a line; do nothing in a forked child of the recorded process."""
-        if os.getpid() == self.pid:
-            os.write(self.fd, json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n")
+        """Append a line; in a process that the script has started, keep it for `take_over`."""
+        line = json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
+        if os.getpid() != self.pid:
+            self._held.append(line)
+            return
+        os.write(self.fd, line)
+        self._size = os.fstat(self.fd).st_size
+
+    def take_over(self) -> None:
+        """Let this process write the trace from now on, and the lines first that it has kept."""
+        self.pid, held = os.getpid(), self._held
+        self._held = []
+        os.write(self.fd, b"".join(held))
+        self.write("started", pid=self.pid, after=0)
+
+    def taken_over(self) -> bool:
+        """Return whether a process that this one has started writes the trace instead."""
+        return os.fstat(self.fd).st_size > self._size
 
 
 def read(data: bytes) -> Trace:
@@ -370,7 +391,7 @@ class _Reader:
                 for group in event["groups"]
                 for number in group["members"]
             }
-        else:
+        elif event["event"] != "start":  # a second one is that of a process which the script has started
             trace.events.append(event)
 
     def _step(self, event: Mapping[str, Any]) -> Step:

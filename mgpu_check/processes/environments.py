@@ -42,6 +42,7 @@ OF_LAUNCHERS = re.compile(
 """Variables that describe one launched process, and would be wrong in its children."""
 
 FLOAT32 = "_MGPU_CHECK_FLOAT32"  # the variable of a script's processes that turns autocast off
+SETTINGS = "_MGPU_CHECK_COMPARE"  # the variable with the settings of the recorder, as JSON
 PLACE = "_MGPU_CHECK_RANK"  # the variable with the rank of a script's process, and the world size: "1/2"
 
 VARIABLES: Mapping[str, Mapping[str, str]] = {

@@ -56,8 +56,17 @@ def test_a_script_that_leaves_with_a_message(compare):
         """,
         code=2,
     )
-    assert "the script starts its ranks itself" in outcome.json["headline"]
-    assert "if 'RANK' in os.environ" in outcome.text
+    assert "the script starts its ranks itself, 2 on 1 device in the run “one device”" in outcome.json["headline"]
+    assert "cuda:{R} for a word for each rank" in outcome.text
+
+
+@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "subprocess"])
+def test_a_script_that_starts_its_ranks_itself(compare, way):
+    """The run on one device shows that it does, so that it runs once for several devices."""
+    outcome = compare(script("own_launcher"), code=0, arguments=[way, "{W}"])
+    assert "2 ranks, which the script starts: 2 optimizer steps" in outcome.text
+    outcome = compare(script("own_launcher"), code=1, arguments=[way, "{W}", "summed"])
+    assert "world-size-factor" in outcome.text and "at step 1" in outcome.text
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,6 @@ import os, sys
 assert __name__ == "__main__" and sys.argv == ["train.py"], sys.argv
 assert __file__ == os.path.abspath("train.py") and sys.path[0] == os.getcwd() and not sys.stdin.read()
 assert "torch" not in sys.modules and any("mgpu_check" in name for name in sys.modules) == {forked}
-assert "_MGPU_CHECK_COMPARE" not in os.environ and "startup" not in os.environ.get("PYTHONPATH", "")
 assert sorted(map(int, os.listdir("/proc/self/fd")))[:3] == [0, 1, 2] and os.getpgrp() == os.getpid()
 import torch, torch.distributed as dist
 import torch._dynamo
@@ -225,27 +224,40 @@ def test_gradients_that_are_computed_within_the_step(traces):
     assert len(trace.of("seed")) == 1 and [event["missed"] for event in trace.of("save")] == [True]
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=3)",
-        "started(torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,))).join()",
-        "started(multiprocessing.get_context('forkserver').Process(target=rank, args=(0,))).join()",
-    ],
-)
-def test_ranks_that_the_script_starts_itself(record, start):
-    """They would wait for a store that nobody has."""
+@pytest.mark.parametrize(("method", "group"), [("fork", True), ("fork", False), ("forkserver", True), ("spawn", False)])
+def test_a_process_of_the_script_that_trains_instead_of_it(record, method, group):
+    """It is the rank if it makes a process group, or calls a model to train it."""
     run = record(
         f"""
-import multiprocessing, torch, torch.multiprocessing
+import multiprocessing, torch
 from torch.distributed import init_process_group
 def rank(i):
-    init_process_group("gloo", rank=i, world_size=1)
-def started(process):
-    process.start()
-    return process
+    if {group}:
+        init_process_group("gloo", rank=i, world_size=1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    raise SystemExit(3)
 if __name__ == "__main__":
-    {start}
+    process = multiprocessing.get_context("{method}").Process(target=rank, args=(0,))
+    process.start()
+    process.join()
+"""
+    )
+    (rank,) = run.ranks
+    assert run.has("started") and rank.steps == 1 and run.has("group") == group, (rank.stderr, rank.trace.events)
+    assert run.failed is rank and rank.exit_code == 1, "although the script itself has ended with 0"
+
+
+def test_another_number_of_ranks_than_there_are_devices(record):
+    run = record(
+        """
+import torch
+def rank(i):
+    raise AssertionError
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(rank, nprocs=3)
 """
     )
     assert run.has("starts") and run.ranks[0].how == "stopped", run.ranks[0].stderr

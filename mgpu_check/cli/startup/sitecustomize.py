@@ -3,7 +3,7 @@
 The directory of this file is first on the path of such a Python. Once the program imports torch, this module simulates
 GPUs if `_MGPU_CHECK_SIMULATE` is set, and records training if `_MGPU_CHECK_COMPARE` is set. Until then it imports no
 module of this package. At its end it runs the user's own ``sitecustomize``. Child processes of the program are
-simulated, too, but not recorded.
+simulated, too, and recorded once one turns out to be the process that trains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 
 TYPE_CHECKING = False  # importing typing would slow down the start of every Python
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import ModuleType
     from typing import Any
 
@@ -70,7 +70,7 @@ def _tell_entered(file: str | None) -> None:
             pass
 
 
-def _record(settings: dict[str, Any]) -> None:
+def _record(settings: dict[str, Any], held: bool = False) -> Any:
     with _OurPackage():
         from mgpu_check.compare.in_script.placements import Files
         from mgpu_check.compare.in_script.recorder import install
@@ -78,7 +78,24 @@ def _record(settings: dict[str, Any]) -> None:
     entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
     own = {name: settings[name] for name in ("steps", "taped", "moved", "store", "places")}
     files = Files(**{name: settings.get(name) for name in Files._fields})
-    install(settings["trace"], entered, distinct=settings["apart"], files=files, **own)
+    return install(settings["trace"], entered, distinct=settings["apart"], files=files, held=held, **own)
+
+
+def _watch_for_ranks(settings: dict[str, Any]) -> None:
+    """Record this process, which the script has started or is, once it turns out to be a rank."""
+    with _OurPackage():
+        from mgpu_check.compare.in_script import script_calls
+        from mgpu_check.compare.process_watch import files_of, install_rank_watch
+
+    def record(files: Mapping[str, int]) -> Any:
+        opened = files_of(settings["runner"], files)
+        _write_stacks(settings["signal"], opened["stacks"])
+        return _record({**settings, **opened, "store": None, "places": {}}, held=True)
+
+    store = settings["store"]
+    if store is not None and settings["size"] == 1:
+        script_calls.install_meeting(lambda event, **fields: None, tuple(store), {})
+    install_rank_watch(settings["ranks"], settings["size"], record, meets=store is not None)
 
 
 def _end_before_training() -> None:
@@ -129,19 +146,26 @@ def _act_after_torch(actions: list[Callable[[], None]]) -> None:
 
 
 def _prepare_recording(settings: dict[str, Any]) -> None:
-    """Make this process end with the recording command, and write its stacks when that command sends a signal."""
+    """Make the script's first process end with the recording command, and write its stacks for a signal of it."""
     import ctypes
-    import faulthandler
     import signal
 
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != settings["runner"]:
         os._exit(1)
+    files = settings["ranks"][0]
     for name in ("trace", "stacks", "entered"):
-        os.set_inheritable(settings[name], False)
-    faulthandler.register(settings["signal"], file=settings["stacks"], all_threads=True, chain=False)
-    settings["places"] = _watch_variables("MASTER_ADDR", "MASTER_PORT")
+        os.set_inheritable(files[name], False)
+    _write_stacks(settings["signal"], files["stacks"])
+    if "trace" in settings:
+        settings["places"] = _watch_variables("MASTER_ADDR", "MASTER_PORT")
+
+
+def _write_stacks(number: int, fd: int) -> None:
+    import faulthandler
+
+    faulthandler.register(number, file=fd, all_threads=True, chain=False)
 
 
 def _watch_variables(*variables: str) -> dict[str, tuple[str, int]]:
@@ -188,17 +212,23 @@ def _main() -> None:
     if simulated:
         count, _, backing = simulated.partition(",")
         actions.append(functools.partial(_simulate, int(count), backing))
-    else:
+    elif "_MGPU_CHECK_COMPARE" not in os.environ:
         _leave_environment()
     if "_MGPU_CHECK_ARGUMENTS" in os.environ:
         actions.append(_end_before_training)
-    settings_text = os.environ.pop("_MGPU_CHECK_COMPARE", None)
+    settings_text = os.environ.get("_MGPU_CHECK_COMPARE")
     if settings_text is not None:
         import json  # imported here, because most Pythons do not need it
 
         settings = json.loads(settings_text)
-        _prepare_recording(settings)
-        actions.append(functools.partial(_record, settings))  # after the simulation, if any
+        if settings.pop("first"):
+            _prepare_recording(settings)
+            os.environ["_MGPU_CHECK_COMPARE"] = json.dumps({**json.loads(settings_text), "first": False})
+            is_rank = "trace" in settings
+        else:
+            is_rank = False
+        # After the simulation, if any.
+        actions.append(functools.partial(_record if is_rank else _watch_for_ranks, settings))
     if "torch" in sys.modules:  # a .pth file may import torch
         for act in actions:
             act()

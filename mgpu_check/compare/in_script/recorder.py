@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -25,7 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mgpu_check.compare import process_watch
 from mgpu_check.compare.in_script import models, perturbations, script_calls
 from mgpu_check.compare.in_script.parameters import NumberedPart, Parameters, States, numbers_of, parameters_of
 from mgpu_check.compare.in_script.perturbations import Perturbation
@@ -233,7 +233,7 @@ class Flow:
         """Record reductions from now on."""
         from torch.distributed import distributed_c10d as c10d
 
-        patches = Patches(among="torch")
+        patches = Patches(sparing="mgpu_check")
         for name in (*_REDUCTIONS, *_JOINING):
             function = getattr(c10d, name, None)
             if function is not None:
@@ -322,6 +322,7 @@ def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return value if real else None
 
 
+_START = 65536  # bytes of a trace before its first steps
 _CHECKED_CALLS = 100  # calls of models that are checked for random draws, to bound the time
 
 
@@ -344,12 +345,13 @@ def install(
     steps: int | None,
     taped: int | None,
     moved: int | None,
-    store: tuple[str, int],
+    store: tuple[str, int] | None,
     places: script_calls.Places,
     distinct: bool,
     files: Files,
-) -> None:
-    """Record this process from now on.
+    held: bool = False,
+) -> ScriptRecorder:
+    """Record this process from now on, and return its recorder.
 
     Args:
         fd: file descriptor that receives the trace.
@@ -358,15 +360,16 @@ def install(
         steps: number of optimizer steps until the process waits to be ended; None: the script runs to its end.
         taped: number of steps that the file `tape` receives; None: the usual number.
         moved: seed of perturbations; None: no perturbations.
-        store, places: see `mgpu_check.compare.in_script.script_calls.install_meeting`.
+        store, places: see `mgpu_check.compare.in_script.script_calls.install_meeting`; None: ranks meet on their own.
         distinct: make the elements of constant tensors distinct.
         files: see `mgpu_check.compare.in_script.placements.Files`.
+        held: the script has started this process, so its recorder waits for `ScriptRecorder.take_over`.
     """
     rank, world = rank_and_world()
     # Defaults that the script may change: TF32 and similar modes round too coarsely, and would mask differences.
     switches.exact_precision()
     torch.backends.cudnn.deterministic = True
-    recorder = ScriptRecorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
+    recorder = ScriptRecorder(Writer(fd, held), world, steps, None if moved is None else Perturbation(moved))
     recorder.keep = files.keep
     if files.wholes is not None:
         placed = {} if files.placed is None else read_placements(files.placed)
@@ -391,15 +394,16 @@ def install(
     patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(_watching_errors, raised=raised))
     patches.wrap(torch.autograd, "backward", around(recorder.backward))  # called by torch/_tensor.py, backward
     script_calls.install(recorder, world)
-    script_calls.install_meeting(recorder.note, store, places)
+    if store is not None:
+        script_calls.install_meeting(recorder.note, store, places)
     recorder.known.placing.coordinates = script_calls.install_meshes(recorder.note)
-    process_watch.install_watch(fd)
     if world > 1 and torch.distributed.is_available():
         recorder.flow = Flow(recorder.names, recorder.guard, recorder.note)
         recorder.flow.install()
     if entered is not None:
         recorder.count = install_count(entered)
     atexit.register(recorder.at_exit)
+    return recorder
 
 
 class ScriptRecorder:
@@ -420,12 +424,14 @@ class ScriptRecorder:
         self.states = States(writer, self.names, self.known, lambda: self.keep)
         self.count: Callable[[], None] = lambda: None  # the collectives that were entered
         self.finish: Callable[[], None] = lambda: None  # called after the last step
+        self.resume: Callable[[], None] = lambda: None  # called when a forked process takes over
         self.flow: Flow | None = None  # None on one device, which reduces no gradients
         self.backwards = 0  # depth of nested backward passes
         self.passes = 0  # finished ones
         self.done = 0
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
         self._told: set[str] = set()
+        self._exited = False
         self._calls = 0
         self._called = WeakIdKeyDictionary()  # modules
         self._optimizers: dict[int, int] = {}
@@ -446,10 +452,23 @@ class ScriptRecorder:
     def forked(self) -> bool:
         return os.getpid() != self.writer.pid
 
-    def wait(self, event: str) -> None:
+    def take_over(self) -> bool:
+        """Record this process, which the script has started. Return False if another one has trained already."""
+        start = os.pread(self.writer.fd, _START, 0)
+        if any(f'{{"event":"{event}"'.encode() in start for event in ("group", "started", "step")):
+            return False
+        self.writer.take_over()
+        self.resume()
+        if multiprocessing.parent_process() is not None:
+            # A forked process of multiprocessing leaves without `atexit`: Lib/multiprocessing/popen_fork.py, _launch.
+            multiprocessing.util.Finalize(None, self.at_exit, exitpriority=0)
+        return True
+
+    def wait(self, event: str, **fields: object) -> None:
         """Record the event, also in a forked process, and wait until the runner ends all processes together."""
-        self.writer.pid = os.getpid()
-        self.note(event)
+        if self.forked():
+            self.writer.take_over()
+        self.note(event, **fields)
         threading.Event().wait()
 
     def broken(self, error: str, location: str) -> None:
@@ -460,7 +479,12 @@ class ScriptRecorder:
 
     def at_exit(self) -> None:
         """Record how the script has ended; a crash of the interpreter after "ended" is not a failure of the script."""
-        raised = getattr(sys, "last_value", None) is not None  # set by an uncaught exception
+        if self._exited or self.forked() or self.writer.taken_over():
+            return
+        self._exited = True
+        # Python sets `last_value` for an uncaught exception; in a process of multiprocessing it is still on its way.
+        error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+        raised = error is not None and not (isinstance(error, SystemExit) and not error.code)
         if not raised:
             self.finish()
         self.note("raised" if raised else "ended", at=time.monotonic())
@@ -481,6 +505,8 @@ class ScriptRecorder:
     def _enter_outermost(self, module: nn.Module) -> None:
         main = threading.current_thread() is threading.main_thread() and not is_transforming()
         trains = models.in_training(module) and not is_capturing()
+        if main and trains and self.forked() and script_calls.trains_alone(module, self.world):
+            self.take_over()
         self._here.recorded = main and trains and torch.is_grad_enabled() and not (self.backwards or self.forked())
         if main:
             with torch.no_grad():

@@ -183,6 +183,7 @@ class Points(abc.ABC):
 
     def __init__(self, recorder: ScriptRecorder, until: int) -> None:
         self.recorder, self.until = recorder, until
+        self._before_fork = until
         self._thread = threading.get_ident()
         self._depth = 0  # calls of modules and losses
         self._paused = 0  # calls that are not followed
@@ -214,7 +215,11 @@ class Points(abc.ABC):
 
     def leave(self) -> None:
         """Do nothing in a forked child, such as a worker of a loader."""
-        self.until = -1
+        self._before_fork, self.until = self.until, -1
+
+    def resume(self) -> None:
+        """Go on in a forked child that trains instead of the script's first process."""
+        self.until, self._thread = self._before_fork, threading.get_ident()
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._depth or not self._enters():
@@ -672,7 +677,7 @@ def install(recorder: ScriptRecorder, steps: int | None, rank: int, tape: int | 
         assert replay is not None
         tapes = Tapes(replay)
         points = RankReplaying(recorder, until, tapes)
-    patches = Patches(among="torch")
+    patches = Patches(sparing="mgpu_check")
     for name in (*_LOSSES, "scaled_dot_product_attention"):
         original = getattr(nn.functional, name)
         patches.replace(original, around(points.call_loss if name in _LOSSES else points.call_attention)(original))
@@ -695,6 +700,7 @@ def install(recorder: ScriptRecorder, steps: int | None, rank: int, tape: int | 
     register_optimizer_step_post_hook(points.after_step)
     points.draws.__enter__()
     os.register_at_fork(after_in_child=points.leave)
+    recorder.resume = points.resume
 
 
 def _seed_otherwise() -> None:

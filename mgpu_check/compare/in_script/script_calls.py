@@ -24,10 +24,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad
+from torch.utils.data import get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.in_script.summaries import whole
+from mgpu_check.compare.process_watch import group_size
 from mgpu_check.numerics.placement import Coordinates
 from mgpu_check.processes.environments import FLOAT32, rank_and_world
 from mgpu_check.processes.tracebacks import calling_line
@@ -75,7 +78,10 @@ class Witness(Protocol):
     def forked(self) -> bool:
         """Return whether this process was forked from the recorded one."""
 
-    def wait(self, event: str) -> None:
+    def take_over(self) -> bool:
+        """Record this process, which the script has started. Return False if another one has trained already."""
+
+    def wait(self, event: str, **fields: object) -> None:
         """Record the event, and wait until this process is ended."""
 
     def scaled_step(self, step: Callable[[], Any]) -> Any:
@@ -85,6 +91,13 @@ class Witness(Protocol):
 def in_a_group() -> bool:
     """Return whether this process belongs to a default process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def trains_alone(module: nn.Module, world: int) -> bool:
+    """Return whether a call of a module in a forked process is training on one device, not work of a loader."""
+    if world > 1 or get_worker_info() is not None or not torch.is_grad_enabled():
+        return False
+    return next(module.parameters(), None) is not None
 
 
 def generators() -> tuple[list[int], ...]:
@@ -122,7 +135,7 @@ def install(witness: Witness, world: int) -> Patches:
         *([(torch.amp.GradScaler, "__init__", calls.cast)] if calls.float32 else ()),
         (multiprocessing.util, "get_temp_dir", calls.told_directory),
     )
-    patches = Patches(among="torch")
+    patches = Patches(sparing="mgpu_check")
     for owner, name, report in reports:
         patches.wrap(owner, name, after(report))
     for function, report in (
@@ -264,7 +277,9 @@ class _Calls:
         """Watch the default process group: a script that never makes it does not use several ranks.
         A forked child of the script that makes a process group is a rank that the script started itself."""
         if self._witness.forked():
-            self._witness.wait("starts")
+            size = group_size(args, kwargs)
+            if self._world > 1 or size > 1 or not self._witness.take_over():
+                self._witness.wait("starts", size=size)
         original(*args, **kwargs)
         self._witness.note("group", size=torch.distributed.get_world_size(), rank=torch.distributed.get_rank())
 
@@ -280,7 +295,7 @@ class _Calls:
     ) -> Any:
         """Watch `torch.multiprocessing.spawn`: this process becomes its rank if it starts as many as there are here."""
         if nprocs != self._world or self._witness.forked():
-            self._witness.wait("starts")
+            self._witness.wait("starts", size=nprocs)
         self._witness.note("spawned")
         fn(rank_and_world()[0], *args)
         return None if join else _Joined()
@@ -323,7 +338,7 @@ def install_meshes(note: Note) -> Coordinates:
             note("subgroup", ranks=sorted(map(int, ranks)))
         return result
 
-    patches = Patches(among="torch")
+    patches = Patches(sparing="mgpu_check")
     patches.wrap(DeviceMesh, "__init__", around(make_mesh))
     patches.replace(c10d.new_group, around(make_group)(c10d.new_group))
     patches.apply()
@@ -364,6 +379,6 @@ def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
             hostname, port = store
         return original(hostname, port, rank, world_size, *args, **kwargs)
 
-    patches = Patches(among="torch")
+    patches = Patches(sparing="mgpu_check")
     patches.replace(rendezvous._create_c10d_store, around(lead)(rendezvous._create_c10d_store))
     patches.apply()

@@ -25,9 +25,8 @@ from mgpu_check.compare.comparison import (
     constants_placed,
     crashes_at_exit,
     run_script,
-    temporary,
 )
-from mgpu_check.compare.processes import ScriptRun, fitted
+from mgpu_check.compare.processes import ScriptRun, fitted, temporary
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.traces.files import RecordedRun, gathered, whole
 from mgpu_check.compare.verdict import SEED, ComparisonVerdict, Kind
@@ -184,7 +183,7 @@ def _run(
 def _check_run(recording: RunRecording, done: ScriptRun) -> None:
     report, files = None, {file for t in done.traces for event in t.of("imported") for file in event["files"]}
     if done.has("starts"):
-        report = reports.starts_ranks_itself(False)
+        report = reports.starts_other_ranks(done, len(done.ranks))
     elif done.has("alone"):
         reason = "the script trains on several GPUs in one process, which a trace does not hold"
         report = reports.refusal(reason, ["compare it with one device: mgpu-check compare -- SCRIPT"])
