@@ -293,7 +293,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, plan: ComparisonPlan) -> int:
-    print(f"mgpu-check compare: {plan.shown}: one device, and {options.gpus} ranks{plan.note}", flush=True)
+    runs = f"one device, and {options.gpus} ranks; mostly 4 runs, 2 if they decide, more for a replay or slices"
+    print(f"mgpu-check compare: {plan.shown}: {runs}{plan.note}", flush=True)
     plan = replace(plan, limit=_LIMIT if options.steps is None else None)
     with run_options.interruptible():
         return _written(options, comparison.compare(plan, run_options.tell))

@@ -31,6 +31,8 @@ from mgpu_check.compare.verdict import (
     refused,
     refused_with,
     replayed,
+    settled,
+    unconfirmed,
     verdict_of,
 )
 from mgpu_check.engine.process import describe_exit
@@ -91,9 +93,13 @@ def compare(plan: ComparisonPlan, tell: Tell) -> ScriptComparison:
     comparison = ScriptComparison(plan)
     with contextlib.ExitStack() as undo:
         tapes = [temporary(undo).fileno() for _ in range(plan.world)]
-        verdict = _verdict(comparison, tell, tapes)
-        if verdict.inputs_differ and comparison.assembly is not None:
-            verdict = _replay(comparison, tell, tapes, verdict)
+        try:
+            verdict = _verdict(comparison, tell, tapes)
+            if verdict.inputs_differ and comparison.assembly is not None:
+                verdict = _replay(comparison, tell, tapes, verdict)
+        except KeyboardInterrupt:
+            tell(_so_far(comparison))
+            raise
     runs = comparison.runs
     remarks = [*verdict.report.remarks, *_also(comparison, verdict), *_led(runs), *crashes_at_exit(runs)]
     # Later runs may be ended earlier.
@@ -105,6 +111,13 @@ def compare(plan: ComparisonPlan, tell: Tell) -> ScriptComparison:
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     comparison.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return comparison
+
+
+def _so_far(comparison: ScriptComparison) -> str:
+    """Describe an interrupted comparison: what its runs show, which no verdict has confirmed."""
+    aligned = comparison.aligned
+    known = "one device and ranks were not compared" if aligned is None else unconfirmed(aligned)
+    return f"no verdict: interrupted in run {len(comparison.runs) + 1}; {known}"
 
 
 def _replay(
@@ -144,18 +157,27 @@ def _verdict(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> 
     if len(several.ranks) == plan.world:
         comparison.assembly = assembly
     comparison.aligned = aligned = _aligned(reference, assembly, plan.world)
-    if refusal := _found_what_was_left(comparison.runs):
-        return refusal
+    refusal = _found_what_was_left(comparison.runs)
+    return refusal or _of_pair(comparison, tell, assembly, aligned)
+
+
+def _of_pair(comparison: ScriptComparison, tell: Tell, assembly: Assembly, aligned: Aligned) -> ComparisonVerdict:
+    """Judge one device and several that have both trained: in these two runs if they suffice, else in further ones."""
+    plan, reference = comparison.plan, comparison.runs[0]
     if others := others_from_the_start(aligned):
         reason = " and ".join(dict.fromkeys(obstacle.reason for obstacle in others))
         return of_inputs(reason, [obstacle.todo for obstacle in others], step=1)
     random = drawing(reference.traces[0])
     if random and comparison.assembly and not assembly.may_hold_slices and aligned.samples(0).same:
         return of_inputs(random.reason, [random.todo])
-    repeated, stopped = _again(comparison, tell, assembly.may_hold_slices and len(several.ranks) == plan.world)
+    if not assembly.may_hold_slices and (outcome := settled(aligned, plan.unjudged)):
+        verdict, comparison.rounding = outcome
+        return verdict
+    divided = assembly.may_hold_slices and comparison.assembly is not None
+    repeated, stopped = _again(comparison, tell, divided)
     if stopped is not None:
         return stopped
-    aligned = comparison.aligned
+    aligned = comparison.aligned or aligned  # with the slices that the further runs have placed
     repeat = repeatability(reference.traces[0], repeated.traces[0])
     if repeat is not None and repeat.step == 0:
         return verdict_of(aligned, None, repeat)

@@ -175,13 +175,13 @@ def step_counts_apart(aligned: Aligned, counts: Sequence[int]) -> Report:
 def differs(difference: FirstDifference, diagnosis: Diagnosis, ratio: float | None) -> Report:
     """Return the report of the first difference. `ratio`: the norm of the most wrong tensor, relative to one device."""
     outcome, aligned = "differs" if diagnosis.comparable else "not comparable", difference.aligned
-    reason = diagnosis.reason or f"step {difference.step + 1}: {_said(difference, ratio)}"
+    reason = diagnosis.reason or f"step {difference.step + 1}: {clause_of(difference, ratio)}"
     remarks = _todo(diagnosis.todo)
     by_the_optimizer = any(finding.mistake == "optimizer-differs" for finding in diagnosis.findings)
     if diagnosis.comparable and difference.quantity == "parameter" and not by_the_optimizer:
         remarks += [f"the gradients are right, and {clause}" for clause in other_options(aligned, difference.step)]
     if diagnosis.reason and difference.main:
-        remarks.append(f"first to differ: {_said(difference, ratio)}")
+        remarks.append(f"first to differ: {clause_of(difference, ratio)}")
     for side, parameters in (("one device", aligned.missing), ("ranks", aligned.extra)):
         if parameters:
             remarks.append(f"trained on {side} only: {few(parameters, 5)}")
@@ -227,7 +227,7 @@ def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> Iterator[str]:
             yield f"{subject} so much that it would hide even a factor of two: not compared"
 
 
-def _said(difference: FirstDifference, ratio: float | None) -> str:
+def clause_of(difference: FirstDifference, ratio: float | None) -> str:
     main, world = difference.main, difference.aligned.world
     if difference.quantity is None:
         return f"all {world} ranks do the work of one device: each rank sees the whole batch"

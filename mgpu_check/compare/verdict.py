@@ -109,6 +109,26 @@ def verdict_of(
     return _of_equal(aligned, rounding, unjudged)
 
 
+def settled(aligned: Aligned, unjudged: Mapping[str, str]) -> tuple[ComparisonVerdict, Rounding] | None:
+    """Return "equal" if the runs agree within the least tolerance that rounding can have, else None.
+    No measurement of rounding can change this verdict, because it only widens the tolerance."""
+    rounding = Rounding(aligned.reference, [aligned.reference])
+    if first_difference(aligned, rounding) is not None:
+        return None
+    verdict = verdict_of(aligned, rounding, None, unjudged)
+    return (verdict, rounding) if verdict.kind == "equal" else None
+
+
+def unconfirmed(aligned: Aligned) -> str:
+    """Return a clause about the first difference before rounding and repetition are known."""
+    difference = first_difference(aligned, Rounding(aligned.reference, [aligned.reference]))
+    if difference is None:
+        return f"{aligned.compared} steps on {aligned.where} agree with one device so far"
+    ratio = difference.ratio(difference.main.quantity, difference.main.name) if difference.main else None
+    clause = reports.clause_of(difference, ratio)
+    return f"whether rounding explains it is not known: at step {difference.step + 1} {clause}"
+
+
 def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> ComparisonVerdict:
     """Judge runs without a difference: whether the comparison was significant, and complete."""
     steps = aligned.compared
@@ -287,6 +307,11 @@ class Replay:
     rounding: Rounding | None = None
 
 
+def _short(run: ScriptRun, steps: int) -> ProcessResult | None:
+    """Return the process of a run that failed, or made fewer steps."""
+    return run.failed or next((ended for ended in run.ranks if ended.steps < steps), None)
+
+
 def replayed(
     refused: ComparisonVerdict,
     reference: Trace,
@@ -326,18 +351,20 @@ def replayed(
             return run(f"one device, {label}", steps=until, moved=moved, files={"replay": file.fileno()})
 
         def judged(label: str, **how: bool) -> Replay:
-            runs = []
-            for name, moved in ((label, None), (f"{label}, moved by roundoffs", SEED)):
-                done = again(name, moved, **how)
-                if failed := done.failed or next((ended for ended in done.ranks if ended.steps < until), None):
-                    return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
-                runs.append(done.traces[0])
-            trace, shifted = runs
+            done = again(label, None, **how)
+            if failed := _short(done, until):
+                return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
+            trace = done.traces[0]
             events = [[e for e in rank.events if e.get("after", 0) < until] for rank in ranks]
             cut = [replace(r, steps=r.steps[:until], events=own) for r, own in zip(ranks, events, strict=True)]
             aligned = Aligned(trace, with_rows_together(trace, cut), len(ranks), replayed=True)
+            if outcome := settled(aligned, unjudged):
+                return Replay(outcome[0], aligned, outcome[1])
+            moved = again(f"{label}, moved by roundoffs", SEED, **how)
+            if failed := _short(moved, until):
+                return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
             further = functools.partial(again, f"{label}, moved by other roundoffs", **how)
-            rounding = measured(aligned, [shifted], further)
+            rounding = measured(aligned, [moved.traces[0]], further)
             return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
 
         replay = judged("replaying the ranks")

@@ -65,6 +65,7 @@ def test_a_script_that_starts_its_ranks_itself(compare, way):
     """The run on one device shows that it does, so that it runs once for several devices."""
     outcome = compare(script("own_launcher"), code=0, arguments=[way, "{W}"])
     assert "2 ranks, which the script starts: 2 optimizer steps" in outcome.text
+    assert len(outcome.json["runs"]) == 2, "rounding cannot explain less than nothing"
     outcome = compare(script("own_launcher"), code=1, arguments=[way, "{W}", "summed"])
     assert "world-size-factor" in outcome.text and "at step 1" in outcome.text
 

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 def train(rank, world):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{os.environ['OWN_PORT']}", rank=rank, world_size=world)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in torch.randn(2, 8, 4):
+    layer = nn.Linear(4, 1)
+    for parameter in layer.parameters():  # all sums are exact
+        nn.init.constant_(parameter, 0.5)
+    model = DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    for x in torch.arange(64.0).reshape(2, 8, 4) % 5 - 2:
         optimizer.zero_grad()
         loss = model(x.chunk(world)[rank]).square().mean()
         (loss * world if "summed" in sys.argv else loss).backward()
