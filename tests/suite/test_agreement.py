@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.errors import DeviceMismatch, ShardError
+from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.agreement import Kind, WrongCase, difference, named_wrong
-from mgpu_check.simulated import simulated_node
-from mgpu_check.suite.common.faults.registry import planted
-from mgpu_check.suite.loading.loaders import assert_pinned_by_themselves
 
 Devices = list[torch.device]
 NODE = [torch.device("cuda", index) for index in range(4)]
@@ -66,10 +63,3 @@ def test_kinds_of_comparison(got: torch.Tensor, expected: torch.Tensor, wrong: s
 def test_shapes_and_dtypes_count() -> None:
     assert difference(torch.ones(2), torch.ones(3), "values") == "expected shape (3,), got (2,)"
     assert difference(torch.ones(2), torch.ones(2).int(), "values") == "expected int32, got float32"
-
-
-def test_batches_that_pin_themselves_are_named_with_their_place() -> None:
-    with simulated_node(4):
-        assert_pinned_by_themselves()
-        with planted("own-pinning-lost"), pytest.raises(ShardError, match="the value of a dict: it was pinned 0 times"):
-            assert_pinned_by_themselves()

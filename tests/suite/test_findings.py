@@ -25,7 +25,7 @@ from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.suite.collectives import on_ranks as collectives
 from mgpu_check.suite.collectives.groups import assert_mesh_matches
 from mgpu_check.suite.collectives.messages import assert_drawn_objects_travel
-from mgpu_check.suite.loading import loaders as loading_on_ranks
+from mgpu_check.suite.loading import checks as loading_on_ranks
 from mgpu_check.suite.parallelism import handwritten_parallelism as ranks_parallel
 from mgpu_check.suite.parallelism.torch_parallelism import assert_parallelized_modules_agree, assert_schedules_agree
 from mgpu_check.suite.sharded import fully_sharded
@@ -195,10 +195,10 @@ CASES = (
     Case("parallelized modules", lambda rank: assert_parallelized_modules_agree(TRAINING, rank),
          misread("suite.parallelism.torch_parallelism.gathered"), "the batch on all ranks"),
     Case("samplers", lambda rank: loading_on_ranks.assert_samplers_of_ranks(rank, 5),
-         misread("suite.loading.loaders.sampler_over", of_rank_0), "it takes itself for rank 0 of 3"),
-    Case("loaders", lambda rank: loading_on_ranks.assert_loaders_cover(rank, 5), misread("suite.loading.loaders.sent"),
+         misread("suite.loading.checks.sampler_over", of_rank_0), "it takes itself for rank 0 of 3"),
+    Case("loaders", lambda rank: loading_on_ranks.assert_loaders_cover(rank, 5), misread("suite.loading.checks.sent"),
          "epoch 0: batch 0 of 2: number"),
-    Case("streams", loading_on_ranks.assert_streams_cover, misread("suite.loading.loaders.indices_of", lambda got: got[::-1]),
+    Case("streams", loading_on_ranks.assert_streams_cover, misread("suite.loading.checks.indices_of", lambda got: got[::-1]),
          "with 0 workers, drop_last=False: expected the batches"),
     Case("suite: messages", lambda rank: collectives.assert_messages_of_all_ways_arrive(rank, [], 1),
          misread("suite.collectives.messages.as_bits"), "memory before or behind the received tensor was changed"),

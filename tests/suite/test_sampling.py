@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.loading.samplers import assert_shares
+from mgpu_check.suite.common.faults.registry import planted
+from mgpu_check.suite.loading.checks import assert_sampler_shuffles, assert_shares
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,11 @@ def test_right_shares_pass() -> None:
     assert_shares([[0, 2], [1, 3]], 5, drop_last=True, label="dropped")
     assert_shares([[], []], 0, drop_last=False, label="empty")
     assert_shares([[0], [1], [0], [1], [0]], 2, drop_last=False, label="fewer samples than ranks")
+
+
+def test_equal_epochs_are_named() -> None:
+    with (
+        planted("epochs-alike-with-a-dropped-tail"),
+        pytest.raises(ShardError, match=r"drop_last=True.* has the order"),
+    ):
+        assert_sampler_shuffles(2, 0)

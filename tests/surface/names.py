@@ -36,7 +36,7 @@ AREAS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
     ),
     "torch.nn.parallel": ("", ".comm", ".scatter_gather"),
     "torch.cuda": ("", ".nvtx", ".nccl", ".amp"),
-    "torch.utils.data": ("",),
+    "torch.utils.data.distributed": ("",),
 })  # fmt: skip
 """Area of the report -> the ends of the names of its modules. An object of several modules counts for the first."""
 

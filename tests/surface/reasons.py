@@ -77,10 +77,6 @@ LEFT_OUT: tuple[LeftOut, ...] = (
             "memory_summary host_memory_stats* reset_*host_memory_stats")),
     LeftOut("another name of a function that is drawn",
         _of(_CUDA, "reset_max_memory_allocated reset_max_memory_cached stream")),
-    LeftOut("a part of torchdata's pipes, which torch no longer extends",
-        "torch.utils.data.*DataPipe* torch.utils.data.DFIterDataPipe* torch.utils.data.DataChunk* "
-        "torch.utils.data.*_datapipe* torch.utils.data.runtime_validation* torch.utils.data.argument_validation "
-        "torch.utils.data.non_deterministic* torch.utils.data.guaranteed_*"),
     LeftOut("torch passes it between its own planners and storages",
         _of(_DIST, "checkpoint.LoadPlan checkpoint.Metadata checkpoint.WriteItem"),
         "planner_data storage_data storage_meta version bytes_io_data"),
@@ -94,7 +90,6 @@ LEFT_OUT: tuple[LeftOut, ...] = (
             "checkpoint.load_sharded_optimizer_state_dict")),
     LeftOut("deprecated: torch warns of each use", _of(_DIST, "checkpoint.state_dict.*"),
         "submodules keep_submodule_prefixes"),
-    LeftOut("deprecated: torch ignores it, and warns", "torch.utils.data.DataLoader", "pin_memory_device"),
     LeftOut("for an optimizer or a policy whose class torch keeps private",
         _of(_DIST, "fsdp.FullyShardedDataParallel.optim_state_dict_to_load")
         + " torch.nn.parallel.DistributedDataParallel", "is_named_optimizer mixed_precision"),
@@ -116,10 +111,8 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         _DIST + "optim.ZeroRedundancyOptimizer", "overlap_with_ddp"),
     LeftOut("it reads a variable of the environment that the launcher sets",
         _of(_DIST, "get_node_local_rank is_torchelastic_launched")),
-    LeftOut("an address of a graph, its description, or marks in a trace, for other libraries and tools",
-        _of(_CUDA, "CUDAGraph.raw_cuda_graph* CUDAGraph.get_graph_data")),
-    LeftOut("an address of a graph, its description, or marks in a trace, for other libraries and tools",
-        _CUDA + "graph", "enable_annotations"),
+    LeftOut("it replays or times the work of one device", _of(_CUDA, "CUDAGraph* graph* make_graphed_callables "
+        "is_current_stream_capturing Event.elapsed_time Event.query")),
 )  # fmt: skip
 
 

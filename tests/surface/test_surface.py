@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch.nn.parallel import comm
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.surface import names, report
 from tests.surface.demands import Variant, demanded, values_of
@@ -124,39 +124,37 @@ def test_arguments_are_bound_to_parameters():
 def test_the_surface_has_functions_constructors_and_methods():
     found = {entry.path: entry for entry in entries()}
     assert found["torch.distributed.all_reduce"].kind == "function"
-    assert found["torch.utils.data.DataLoader"].kind == "constructor"
-    method = found["torch.utils.data.DistributedSampler.set_epoch"]
+    assert found["torch.utils.data.distributed.DistributedSampler"].kind == "constructor"
+    method = found["torch.utils.data.distributed.DistributedSampler.set_epoch"]
     assert [p.name for p in method.parameters] == ["epoch"]
     assert found["torch.distributed.all_gather_into_tensor"].deprecated or names.tagged() < "2.13"
 
 
 def test_calls_are_recorded_under_each_name_and_written_once(tmp_path):
     module: Any = inspect.getmodule(test_calls_are_recorded_under_each_name_and_written_once)
-    before = vars(comm)["scatter"], DataLoader.__init__
+    before = vars(comm)["scatter"], DistributedSampler.__init__
     module.early = comm.scatter  # as an import before the recording
-    numbers = TensorDataset(torch.arange(2))
 
-    def recorded(name: str, batch_size: int) -> set[tuple[str, str, str]]:
+    def recorded(name: str, rank: int) -> set[tuple[str, str, str]]:
         directory = Path(tmp_path, name)
         directory.mkdir()
         with recording(str(directory)):
-            DataLoader(numbers, batch_size=batch_size)
+            DistributedSampler(range(2), 3, rank)
             with pytest.raises(Exception):  # noqa: B017  # there is no device
                 module.early(torch.ones(3, 3), [1, 0])
-        assert (vars(comm)["scatter"], DataLoader.__init__) == before
+        assert (vars(comm)["scatter"], DistributedSampler.__init__) == before
         return set(written_to(directory))
 
     calls = recorded("first", 1)
-    DataLoader(numbers, batch_size=300)  # not within the context
+    DistributedSampler(range(2), 3, 2)  # not within the context
     assert {
-        ("torch.utils.data.DataLoader", "", "called"),
-        ("torch.utils.data.DataLoader", "batch_size", "default"),
-        ("torch.utils.data.DataLoader", "pin_memory", "False"),
+        ("torch.utils.data.distributed.DistributedSampler", "", "called"),
+        ("torch.utils.data.distributed.DistributedSampler", "num_replicas", "not the default"),
+        ("torch.utils.data.distributed.DistributedSampler", "shuffle", "True"),
         ("torch.nn.parallel.comm.scatter", "", "called"),
         ("torch.nn.parallel.comm.scatter", "devices", "not the default"),
     } <= calls
-    assert recorded("second", 2) == {("torch.utils.data.DataLoader", "batch_size", "not the default")}
-    assert recorded("third", 1) == set()
+    assert recorded("second", 1) == set()
 
 
 def test_a_file_that_a_killed_rank_has_not_finished_is_left_out(tmp_path):

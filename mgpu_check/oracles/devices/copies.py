@@ -1,7 +1,6 @@
 """Check copies between devices and the host: all bits arrive, and no other memory changes.
 
-Also modules and packed sequences must move between devices, and results share memory with their source only where they
-should.
+Also modules and packed sequences must move between devices.
 """
 
 from __future__ import annotations
@@ -638,71 +637,3 @@ def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str |
     if modes != expected_modes:
         return "the training modes of its parts have changed"
     return None
-
-
-Taken = dict[str, Callable[[torch.Tensor], torch.Tensor]]
-
-_COPIES: Taken = {
-    "to(its device, copy=True)": lambda x: x.to(x.device, copy=True),
-    "to(its dtype, copy=True)": lambda x: x.to(x.dtype, copy=True),
-    "to(itself, copy=True)": lambda x: x.to(x, copy=True),
-    "clone": lambda x: x.clone(),
-    "deepcopy": lambda x: copy.deepcopy(x),
-    "asarray(copy=True)": lambda x: torch.asarray(x, copy=True),
-    "contiguous, of transposed": lambda x: x.t().contiguous(),
-    "reshape, of transposed": lambda x: x.t().reshape(-1),
-    "flatten, of transposed": lambda x: x.t().flatten(),
-    "cat of one": lambda x: torch.cat([x]),
-    "stack of one": lambda x: torch.stack([x]),
-    "repeat once": lambda x: x.repeat(1, 1),
-    "indexed by a list": lambda x: x[[0, 1, 2]],
-    "index_select": lambda x: x.index_select(0, torch.arange(3, device=x.device)),
-    "adding nothing": lambda x: x + 0,
-    "gone and come back": lambda x: x.cpu().to(x.device),
-}
-"""Calls that return a tensor with its own memory."""
-
-_VIEWS: Taken = {
-    "to(its device)": lambda x: x.to(x.device),
-    "to(str(its device))": lambda x: x.to(str(x.device)),
-    "cuda(its device)": lambda x: x.cuda(x.device),
-    "to(its dtype)": lambda x: x.to(x.dtype),
-    "contiguous": lambda x: x.contiguous(),
-    "detach": lambda x: x.detach(),
-    "data": lambda x: x.data,
-    "view": lambda x: x.view(-1),
-    "reshape": lambda x: x.reshape(2, -1),
-    "flatten": lambda x: x.flatten(),
-    "t": lambda x: x.t(),
-    "a slice": lambda x: x[0:],
-    "chunk": lambda x: x.chunk(2)[0],
-    "expand": lambda x: x.expand(3, 4),
-    "as_tensor": lambda x: torch.as_tensor(x, device=x.device),
-    "asarray(copy=False)": lambda x: torch.asarray(x, copy=False),
-    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[0])[0],
-    "Parameter": lambda x: nn.Parameter(x, requires_grad=False),
-}
-"""Calls that return a tensor with the memory of their argument.
-
-Source of both lists: the documentation of `torch.Tensor.to` and of tensor views.
-"""
-
-
-def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies on a device have their own memory, and that views share the memory of their source. Return the
-    number of results that were checked."""
-    errors: list[WrongCase] = []
-    data = significands((3, 4), torch.float32, seed)
-    for device in devices:
-        for owned, calls in ((True, _COPIES), (False, _VIEWS)):
-            for name, call in calls.items():
-                source = data.to(device)
-                result = call(source)
-                source.zero_()
-                changed = not bool(result.any())
-                if changed == owned:
-                    message = "it shares memory with its source" if owned else "it has memory of its own"
-                    errors.append(WrongCase(device, f"the result of {name}", message))
-    if errors:
-        raise named_wrong(errors, devices, len(_COPIES) + len(_VIEWS), "the documentation")
-    return len(devices) * (len(_COPIES) + len(_VIEWS))

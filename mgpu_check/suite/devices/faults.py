@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint as checkpoint_module
 
@@ -25,14 +24,11 @@ from mgpu_check.simulated.defects.implementations import HostLink, Link
 from mgpu_check.suite.common.faults.planting import (
     around,
     call,
-    dtype_on_device,
     first,
     hardware,
     last,
     narrowed,
     on,
-    one_device,
-    returned,
 )
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, fault, register
 from mgpu_check.torch_hooks.patches import replaced
@@ -163,15 +159,6 @@ register(
         lambda: hardware(
             HostLink({"device": 0, "memory": "pageable", "above": 1 << 20, "seed": 0}, "zeros", download=True)),
         "one device, above 1 MiB, pageable"),
-    # A snapshot of one step changes with the next.
-    FaultRow("copies-that-are-none", "to(copy=True) returns the tensor itself if dtype and device match",
-        "test_copies_have_memory_of_their_own", around(Tensor, "to"),
-        lambda to, *args, copy, **kwargs: to(*args, **kwargs),
-        call("copies on the same device", lambda x, *_, copy=False, **__: x.is_cuda and copy)),
-    # Writes to the result do not reach the source.
-    FaultRow("views-that-are-copies", "flatten copies contiguous tensors instead of returning a view",
-        "test_copies_have_memory_of_their_own", around(Tensor, "flatten"),
-        lambda flatten, *args: flatten(*args).clone(), first("contiguous tensors on a device", lambda x: x.is_cuda)),
     FaultRow("layout-lost-by-copies", "copies of transposed tensors ignore the strides", "test_copies_of_every_dtype",
         around(Tensor, "to"), lambda to, x, *args, **kwargs: to(x.t().contiguous().view(x.shape), *args, **kwargs),
         call("one device, transposed", lambda x, *args, **_: (
@@ -214,7 +201,6 @@ register(
 )  # fmt: skip
 
 
-dropping = caught_by("test_dropout")
 generators = caught_by("test_generators_are_apart")
 memory = caught_by("test_memory_recovers")
 
@@ -241,20 +227,6 @@ def numbers_of_the_host_drawn(randperm: Any, *args: Any, **kwargs: Any) -> Any:
     """The random numbers of the host then depend on the use of devices."""
     torch.rand(1, device="cpu")
     return randperm(*args, **kwargs)
-
-
-@dropping("dropout drops the same elements each time on one device", around(F, "dropout"), one_device())
-def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
-    with untouched(last()):
-        return dropout(*args, **kwargs)
-
-
-@dropping("the gradient of dropout uses a new mask on one device", around(F, "dropout"),
-    one_device() & first("gradients", lambda x: x.requires_grad))  # fmt: skip
-def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Backward draws the mask again, from the next numbers of the generator."""
-    out, drawn_anew = dropout(x.detach(), *args, **kwargs), dropout(x, *args, **kwargs)
-    return drawn_anew + (out - drawn_anew).detach()
 
 
 def _too_large(*sizes: Any, device: Any = None, **_: Any) -> bool:
@@ -327,17 +299,10 @@ register(
     # A search for the device with the most free memory always finds the same one.
     FaultRow("memory-of-another-device-told", "mem_get_info ignores the device and returns the current one's memory",
         "test_memory_recovers", around(torch.cuda, "mem_get_info"), lambda info, device=None: info(), NOT_CURRENT),
-    FaultRow("dropout-without-scale", "dropout of bfloat16 does not scale the kept elements", "test_dropout",
-        around(F, "dropout"), lambda dropout, x, p=0.5, *args, **kwargs: dropout(x, p, *args, **kwargs) * (1 - p),
-        dtype_on_device(torch.bfloat16)),
-    FaultRow("dropout-in-place-without-scale", "dropout in place on one device does not scale the kept elements",
-        "test_dropout", around(F, "dropout"),
-        lambda dropout, x, p=0.5, *args, **kwargs: dropout(x, p, *args, **kwargs).mul_(1 - p),
-        one_device() & call("in place", lambda x, p=0.5, training=True, inplace=False: inplace)),
     # The recomputed forward draws another dropout mask.
     FaultRow("states-of-nested-tensors-lost",
-        "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict", "test_dropout",
-        around(checkpoint_module, "get_device_states"),
+        "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict",
+        "test_states_of_generators_return", around(checkpoint_module, "get_device_states"),
         lambda states, *args: states(*(arg for arg in args if isinstance(arg, Tensor))), "tensors within an argument"),
 )  # fmt: skip
 
@@ -451,13 +416,6 @@ def memory_in_use_given_away() -> Any:
     return around(type(torch.empty(0, device="cuda")), "record_stream")(record)
 
 
-@fault("a graph is replayed once only", "test_graphs_replay", by=around("torch.cuda:CUDAGraph", "replay"))
-def graphs_replayed_once(replay: Any, graph: Any) -> None:
-    if not getattr(graph, "_replayed", False):
-        graph._replayed = True
-        replay(graph)
-
-
 register(
     __name__,
     # `set_device` has no effect on it.
@@ -487,13 +445,4 @@ register(
     FaultRow("default-stream-does-not-wait", "the default stream of one device waits for no stream",
         "test_host_waits_for_streams", around(torch.cuda.Stream, "wait_stream"), lambda *_: None,
         call("the default stream, one device", lambda stream, _: stream == torch.cuda.default_stream(last()))),
-    FaultRow("events-done-too-early", "Event.query returns True while the stream is busy", "test_events_tell_the_time",
-        around(torch.cuda.Event, "query"), lambda *_: True,
-        first("one device", lambda event: event.device is not None and event.device.index == last())),
-    # As if the clock of the device had stopped.
-    FaultRow("no-time-passes", "elapsed_time is always 0", "test_events_tell_the_time",
-        around(torch.cuda.Event, "elapsed_time"), lambda *_: 0.0),
-    # As if the unit of the driver had been converted twice.
-    FaultRow("time-is-in-seconds", "elapsed_time returns seconds", "test_events_tell_the_time",
-        returned(torch.cuda.Event, "elapsed_time"), lambda milliseconds, *_: milliseconds / 1000),
 )  # fmt: skip

@@ -124,7 +124,10 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
 
 def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that a restored generator state gives the same numbers again, and that generators are independent.
-    The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`."""
+
+    The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, `torch.Generator`, and
+    `torch.utils.checkpoint`, also on devices that are not current.
+    """
     with _generators_kept():
         for number, device in enumerate(devices):
             torch.cuda.manual_seed_all(seed + number)
@@ -143,6 +146,7 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None
             torch.cuda.set_rng_state_all(every)
             _own_generator(device, seed)
             _require_same(draws, _draws(device), "a generator of one's own has drawn", device)
+            _recomputed(device)
         _forks(devices, seed)
 
 
@@ -171,43 +175,6 @@ def _own_generator(device: torch.device, seed: int) -> None:
     reseeded_draw = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
     same = torch.equal(first_draw, repeated_draw) and torch.equal(first_draw, reseeded_draw)
     require(same, f"{device}: generators with the same state, or with the same seed, gave different numbers", device)
-
-
-def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> None:
-    """Assert that dropout follows its seed, scales the kept elements, and uses the same mask forward and backward.
-
-    Its mask must change from call to call. The mask must also be the same when `torch.utils.checkpoint` recomputes the
-    forward pass, on devices that are not current too.
-    """
-    with _generators_kept():
-        for device in devices:
-            for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                for inplace in (False, True):
-                    _dropout(device, dtype, seed, inplace)
-            _recomputed(device)
-
-
-def _dropout(device: torch.device, dtype: torch.dtype, seed: int, inplace: bool) -> None:
-    layer, count = torch.nn.Dropout(0.25, inplace), 1 << 12
-    masks, subject = [], f"{device}: dropout of {dtype}{' in place' if inplace else ''}"
-    for seeded in (seed, seed, None):
-        if seeded is not None:
-            torch.manual_seed(seeded)
-        x = torch.ones(count, device=device, dtype=dtype, requires_grad=True)
-        out = layer(x * 1)
-        out.sum().backward()
-        assert x.grad is not None
-        values = out.detach().unique().tolist()
-        scale = torch.tensor(1 / 0.75, dtype=dtype).item()
-        require(torch.equal(out, x.grad), f"{subject} drops different elements forward and backward", device)
-        require(values == [0.0, scale], f"{subject} makes {values} of ones, expected [0.0, {scale!r}]", device)
-        masks.append(out.detach() != 0)
-    # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding
-    # 1963).
-    share = float(masks[0].double().mean())
-    require(abs(share - 0.75) <= 0.06, f"{subject} with p=0.25 keeps a share of {share:.3f}", device)
-    require(torch.equal(masks[0], masks[1]), f"{subject} drops different elements with the same seed", device)
-    require(not torch.equal(masks[1], masks[2]), f"{subject} drops the same elements each time", device)
 
 
 _RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {

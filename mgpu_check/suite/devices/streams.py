@@ -1,29 +1,24 @@
-"""Check the current device and its streams, events and CUDA graphs.
+"""Check the current device and its streams and events.
 
 "cuda" means the current device, and guards restore device and stream. Work that waits for other work must see its
-results, on one device and between two. A replay of a graph computes on what its inputs hold then, and gives the results
-of the same operators.
+results, on one device and between two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 
-from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
-from mgpu_check.oracles.generated_data import anything, significands, small
+from mgpu_check.oracles.generated_data import anything, significands
 from mgpu_check.torch_hooks.tensors import indices_of
 
 
@@ -276,8 +271,6 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> None:
 
 _CYCLES = 2_000_000  # cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early
 _ELEMENTS = (1 << 16) + 3
-_CLOCKS_APART = 0.02, 0.05
-"""Greatest difference of the clocks of host and device, as a share and in ms: a wrong unit differs by far more."""
 
 Wait = Callable[[torch.cuda.Stream, torch.cuda.Event], object]
 
@@ -368,136 +361,3 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:
             errors.append(WrongCase(target, case, message))
     if errors:
         raise named_wrong(errors, devices, len(pairs), "the written data")
-
-
-def assert_events_tell(devices: Sequence[torch.device]) -> None:
-    """Assert that events are done only after the work before them, in order, and measure its time in milliseconds."""
-    for device in devices:
-        with torch.cuda.device(device):
-            stream, follower = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            start, end, behind, late = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-            began = time.perf_counter()
-            start.record(stream)
-            start.synchronize()
-            reached = time.perf_counter()
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(40 * _CYCLES)  # long enough for the host to query the events meanwhile
-            end.record(stream)
-            follower.wait_stream(stream)
-            behind.record(follower)
-            events = {"its own": end, "that of a stream that waits": behind}
-            early = [name for name, event in events.items() if event.query()]
-            require(not early, f"{device}: a stream is still at work, but {''.join(early[:1])} event is done", device)
-            behind.synchronize()
-            reached_all = start.query() and end.query() and stream.query()
-            text = f"{device}: an event is not done after the host has waited for a later event"
-            require(reached_all, text, device)
-            lasted, longer = start.elapsed_time(end), start.elapsed_time(behind)
-            text = f"work lasted {lasted} ms, and a stream that waited for it continued after {longer} ms"
-            # Events have a resolution of half a microsecond.
-            require(0 < lasted <= longer + 1e-3, f"{device}: by its events, {text}", device)
-            waited = time.perf_counter() - reached
-            late.record(stream)
-            late.synchronize()
-            _agree_with_host(device, start.elapsed_time(late), waited * 1e3, (time.perf_counter() - began) * 1e3)
-
-
-def _agree_with_host(device: torch.device, measured: float, least: float, most: float) -> None:
-    """Raise DeviceMismatch if two events are further apart, or less far, than the host has measured, in ms."""
-    share, constant = _CLOCKS_APART
-    waited = f"but the host waited {least:.6g} to {most:.6g} ms between the two events"
-    agrees = least * (1 - share) - constant <= measured <= most * (1 + share) + constant
-    require(agrees, f"{device}: Event.elapsed_time is {measured:.6g} ms, {waited}", device)
-
-
-_SHAPE = (5, 6)
-
-
-def assert_graphs_replay(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that graphs, captured in each way, replay on each device, and that graphed layers train."""
-    for number, device in enumerate(devices):
-        with torch.cuda.device(device):
-            for name, capture in _WAYS.items():
-                inputs = [small(_SHAPE, torch.float32, seed + number + turn) for turn in range(3)]
-                x = inputs[0].to(device)
-                replay, result = capture(x)
-                for turn, values in enumerate(inputs[1:]):
-                    x.copy_(values)
-                    replay()
-                    expected = _computed(values)
-                    text = f"{name}, replay {turn} is {result.tolist()}, expected {expected.tolist()}"
-                    require(same_bits(expected, result.cpu()), f"{device}: {text}", device)
-            default: Any = torch.cuda.graph.default_capture_stream
-            # The default stream is of a process, not of a device: torch/cuda/graphs.py, class graph, torch 2.13.
-            if default is None or default.device == device:
-                _judge_graphed(device, seed + number)
-
-
-def _computed(x: torch.Tensor) -> torch.Tensor:
-    return (x * 2 + 1).flip(0)
-
-
-_Captured = tuple[Callable[[], None], torch.Tensor]
-
-
-def _options() -> dict[str, Any]:
-    """Return the option that this version of torch may lack. The simulated `capture_begin` always has it."""
-    name = "check_input_liveness"
-    return {name: True} if name in inspect.signature(torch.cuda.graph).parameters else {}
-
-
-def _in_context(x: torch.Tensor, **options: Any) -> _Captured:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), **options):
-        result = _computed(x)
-    return graph.replay, result
-
-
-def _by_hand(x: torch.Tensor) -> _Captured:
-    pool_graph, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(keep_graph=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        pool_graph.capture_begin()
-        _computed(x)
-        pool_graph.capture_end()
-        graph.capture_begin(pool=pool_graph.pool(), capture_error_mode="relaxed", **_options())
-        result = _computed(x)
-        graph.capture_end()
-    pool_graph.reset()
-    graph.instantiate()
-    torch.cuda.current_stream().wait_event(stream.record_event(torch.cuda.Event()))
-    return graph.replay, result
-
-
-_WAYS: dict[str, Callable[[torch.Tensor], _Captured]] = {
-    "torch.cuda.graph": _in_context,
-    "torch.cuda.graph with a pool and a stream": lambda x: _in_context(
-        x, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local", **_options()
-    ),
-    "capture_begin": _by_hand,
-}
-
-
-def _judge_graphed(device: torch.device, seed: int) -> None:
-    """Compare outputs and gradients of a layer from `make_graphed_callables` with those of the layer itself."""
-    for options in ({}, {"num_warmup_iters": 2, "allow_unused_input": True, "pool": torch.cuda.graph_pool_handle()}):
-        layer, alone = (nn.Linear(_SHAPE[1], 3).to(device) for _ in range(2))
-        layer.load_state_dict(alone.state_dict())
-        sample = small(_SHAPE, torch.float32, seed).to(device).requires_grad_()
-        make_graphed: Any = torch.cuda.make_graphed_callables
-        graphed = make_graphed(layer, (sample,), **options)
-        for turn in (1, 2):
-            inputs = small(_SHAPE, torch.float32, seed + turn).to(device)
-            results = []
-            for module in (graphed, alone):
-                x = inputs.clone().requires_grad_()
-                for value in module.parameters():
-                    value.grad = None
-                outputs = module(x).clone()
-                outputs.square().sum().backward()
-                results.append([outputs.detach(), x.grad, *(gradient_or_zeros(value) for value in module.parameters())])
-            for number, (got, expected) in enumerate(zip(*results, strict=True)):
-                subject = f"make_graphed_callables with {[*options]}, call {turn}, result {number}"
-                near = float((got - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
-                require(near, f"{device}: {subject} is {got.tolist()}, expected {expected.tolist()}", device)
