@@ -6,5 +6,5 @@
 3. `telemetry.py` samples beside them; `references.py` has baselines and floors, `comparison.py` holds values against
    them.
 4. `verdict.py` finds the smallest set of parts that explains the observations; `findings.py` says what each means.
-5. `run_report.py` is the account, which `report/` writes; `slow_nodes.py` compares many nodes.
+5. `run_report.py` is the account, which `report/` writes; `performance/` compares many nodes, too.
 """

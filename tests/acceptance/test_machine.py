@@ -22,19 +22,21 @@ from mgpu_check.acceptance.machine.checks import (
     _GROWTH_LIMITS,
     CHUNK,
     Component,
+    SimulatedHost,
     WordPattern,
     _vote,
     environment,
     examine_kernel,
     examine_memory,
     examine_paths,
+    log_of_nccl,
     of_host,
     paths_in,
     paths_of_rank,
     read_kernel,
     vote_of_cores,
+    write_tree,
 )
-from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.run_report import Host, RunLog

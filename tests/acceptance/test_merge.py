@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.__main__ import main
-from mgpu_check.acceptance.report import prometheus, summary
+from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.report.files import read, write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
@@ -90,7 +90,9 @@ def test_a_node_is_suspect_only_beside_others_that_agree():
     assert {run.outcome for run in suspect.checks if run.name == "performance" and run.host == 2} == {"failed"}
     (found,) = suspect.findings
     assert (found.id, found.subject, found.times) == ("MGPU-NODE-SLOW", Subject("host", (2,)), 7)
-    assert 'subject="host n2"' in prometheus.render(suspect) and 'verdict="SUSPECT"} 1' in prometheus.render(suspect)
+    assert 'subject="host n2"' in summary.to_prometheus(suspect) and 'verdict="SUSPECT"} 1' in summary.to_prometheus(
+        suspect
+    )
     again = joined(suspect, node("n3", run_reports.good(2, 5.0)))
     assert summary.headline(again) == "SUSPECT: host n2" and len(again.verdict.accusations) == 1
     for factors, why in (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.report import page, prometheus, summary
+from mgpu_check.acceptance.report import page, summary
 from mgpu_check.acceptance.report.files import brief, read, shortened, write
 from mgpu_check.acceptance.report.page import health_of
 from mgpu_check.acceptance.run_report import RunReport
@@ -94,7 +94,7 @@ SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)*)\})?
 @pytest.mark.parametrize("name", run_reports.ALL)
 def test_each_line_is_a_comment_or_a_sample_of_a_metric_that_was_described(name: str) -> None:
     described, seen = set(), set()
-    for line in prometheus.render(judged_report(run_reports.ALL[name]())).splitlines():
+    for line in summary.to_prometheus(judged_report(run_reports.ALL[name]())).splitlines():
         if line.startswith("# HELP "):
             assert re.fullmatch(r"# HELP mgpu_check_[a-z_]+ .+\.", line)
         elif line.startswith("# TYPE "):
@@ -127,7 +127,7 @@ def test_the_textfile_of_a_bad_node(tmp_path: Path) -> None:
 def test_labels_are_escaped() -> None:
     report = run_reports.one_gpu()
     odd = replace(report, gpus=(replace(report.gpus[0], name='a"b\\c\nd'),))
-    assert 'model="a\\"b\\\\c\\nd"' in prometheus.render(odd)
+    assert 'model="a\\"b\\\\c\\nd"' in summary.to_prometheus(odd)
 
 
 def test_the_short_report_is_as_the_schema_says(tmp_path: Path) -> None:

@@ -21,13 +21,12 @@ from mgpu_check.acceptance.comparison import (
     shortfall,
 )
 from mgpu_check.acceptance.findings import identify, judged
-from mgpu_check.acceptance.performance.checks import judge, link_classes, unmeasured
+from mgpu_check.acceptance.performance.checks import among_nodes, judge, link_classes, unmeasured
 from mgpu_check.acceptance.plan import Selection
 from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import Gpu, RunReport
-from mgpu_check.acceptance.slow_nodes import among_nodes
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.simulated.hardware import Rates

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from mgpu_check.acceptance.plan import CHECKLIST
-from mgpu_check.acceptance.report import prometheus
+from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.report.files import SCHEMA, check_paths, clear, read, to_json, write
 from mgpu_check.acceptance.report.files import schema as published
 from mgpu_check.acceptance.report.page import health_of
@@ -139,7 +139,7 @@ def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
     def broken(found):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(prometheus, "render", broken)
+    monkeypatch.setattr(summary, "to_prometheus", broken)
     with pytest.raises(ZeroDivisionError):
         write(path, report("bad"))
     assert path.read_text() == before and [found.name for found in tmp_path.iterdir()] == ["a.prom"]

@@ -170,7 +170,7 @@ def test_large_buffers_go_apart(ends, at_once):
 
 def test_arrays_and_gates_tensors_arrive_as_they_were(pool):
     def body(rank):
-        from mgpu_check.torch_hooks.parcels import Parcel
+        from mgpu_check.diagnosis.observations import Parcel
 
         large = torch.arange(1_000_000, dtype=torch.float32).reshape(1000, 1000) + rank.index
         array = numpy.arange(500_000).reshape(2, -1)

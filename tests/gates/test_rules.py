@@ -28,8 +28,8 @@ from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun,
 from mgpu_check.diagnosis.registry import RuleList, known_mistake, mistake
 from mgpu_check.diagnosis.report import Attempts, Finding
 from mgpu_check.diagnosis.rules import order
+from mgpu_check.diagnosis.rules.collectives import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times
-from mgpu_check.diagnosis.rules.hangs import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.order import (
     RULES,
     findings_of,

@@ -9,7 +9,7 @@ import torch
 
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.suite.parallelism.mechanisms import step_of, tolerance_of
-from mgpu_check.suite.recipes import experts, model_parallel, sequence_parallel
+from mgpu_check.suite.recipes import model_parallel
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -56,17 +56,17 @@ def test_a_rank_splits_its_rows_as_the_whole_is_split():
 
 def test_positions_cover_the_sequence_and_balance_its_ends():
     for ranks, zigzag in itertools.product((1, 2, 3), (True, False)):
-        positions = sequence_parallel.positions_of(12, ranks, zigzag=zigzag)
+        positions = model_parallel.positions_of(12, ranks, zigzag=zigzag)
         assert torch.cat(positions).sort().values.tolist() == list(range(12))
         whole = torch.cat(positions)
-        assert sequence_parallel.in_order(whole, positions, 0).tolist() == list(range(12))
+        assert model_parallel.in_order(whole, positions, 0).tolist() == list(range(12))
         if zigzag:
             assert len({int(one.sum()) for one in positions}) == 1
 
 
 def test_an_expert_drops_what_exceeds_its_capacity():
     logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [1.0, 3.0, 2.0]])
-    every, some = experts.route(logits, 2), experts.route(logits, 2, 1)
+    every, some = model_parallel.route(logits, 2), model_parallel.route(logits, 2, 1)
     assert every.expert.tolist() == [0, 1, 0, 2, 1, 2]
     assert (some.token.tolist(), some.expert.tolist()) == ([0, 0, 1], [0, 1, 2])
     assert some.weight.isclose(torch.tensor([1 / (1 + torch.e**-1), 1 / (1 + torch.e), 1.0])).all()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.torch_hooks.parcels import Parcel
+from mgpu_check.diagnosis.observations import Parcel
 from mgpu_check.torch_hooks.tensors import all_finite, bytes_of, copied, digest_of
 
 

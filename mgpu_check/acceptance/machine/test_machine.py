@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.machine import checks
-from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
+from mgpu_check.acceptance.machine.checks import SimulatedHost, log_of_nccl, write_tree
 from mgpu_check.acceptance.node import Node, seconds_for_a_call
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.processes.machine import boot_id

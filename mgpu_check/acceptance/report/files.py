@@ -150,7 +150,7 @@ def _places(samples: Sequence[TelemetrySample]) -> list[int]:
     return sorted({*few, *throttled[:: max(1, -(-len(throttled) // _SAMPLES))], len(samples) - 1})
 
 
-_WRITERS = {".html": "page:render", ".json": "files:to_json", ".prom": "prometheus:render"}
+_WRITERS = {".html": "page:render", ".json": "files:to_json", ".prom": "summary:to_prometheus"}
 """Suffix -> the module beside this one, and its function that renders a report. A module is imported when needed."""
 assert tuple(_WRITERS) == SUFFIXES
 

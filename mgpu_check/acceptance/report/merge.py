@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mgpu_check.acceptance.findings import judged, listed
+from mgpu_check.acceptance.performance.checks import among_nodes
 from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.run_report import Accusation, Gpu, Host, Kind, RunReport, Verdict
-from mgpu_check.acceptance.slow_nodes import among_nodes
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.option_values import LEVELS
 from mgpu_check.processes.machine import distinct_names

@@ -29,7 +29,6 @@ from mgpu_check.diagnosis.rules import (
     decisions,
     factors,
     gradients,
-    hangs,
     optimizers,
     statistics,
 )
@@ -169,12 +168,12 @@ RULES = on_evidence.in_order(
 """The rules on the results of ranks, and on the calls that led to them."""
 
 RULES_OF_CALLS = on_calls.in_order(
-    hangs.other_sizes,  # before decisions: ranks that wait in one collective decided alike
-    hangs.uneven_steps,  # before decisions: uneven samples are the reason why ranks decide differently
-    hangs.waits_for_its_own_group,  # before decisions: ranks that decide differently do not wait for each other
-    hangs.part_ways,
-    hangs.known_words,  # errors of torch last: once ranks part ways, most errors are consequences
-    hangs.aborted_in_gather,
+    collectives.other_sizes,  # before decisions: ranks that wait in one collective decided alike
+    collectives.uneven_steps,  # before decisions: uneven samples are the reason why ranks decide differently
+    collectives.waits_for_its_own_group,  # before decisions: ranks that decide differently do not wait for each other
+    collectives.part_ways,
+    collectives.known_words,  # errors of torch last: once ranks part ways, most errors are consequences
+    collectives.aborted_in_gather,
 )
 """The rules on ranks that did not return."""
 
@@ -210,7 +209,7 @@ RULES_OF_CHECKPOINTS = on_checkpoint.in_order(
 """The rules on a resumed run."""
 
 RULES_OF_HASH_SEEDS = on_hash_seeds.in_order(
-    hangs.set_order,
+    collectives.set_order,
 )
 """The rules on ranks that fail only with different hash seeds."""
 

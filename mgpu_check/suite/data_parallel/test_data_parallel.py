@@ -15,8 +15,7 @@ from mgpu_check.oracles.strategies import examples, whole_runs
 from mgpu_check.oracles.training.cases import PLAIN, WholeRun
 from mgpu_check.plugin.ranks import Gpus
 
-FORWARD = "mgpu_check.suite.data_parallel.forward"
-TRAINING = "mgpu_check.suite.data_parallel.training"
+CHECKS = "mgpu_check.suite.data_parallel.checks"
 
 Runs = tuple[WholeRun, ...]
 ORDERS = strategies.device_orders()
@@ -30,63 +29,63 @@ POSITIONS = st.integers(0, 7)  # positions in the list of devices, modulo its le
 @given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
 def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """Outputs of all forms (tuples, dicts, None, large ones) arrive whole and in order on any output device."""
-    NamedFunction(f"{FORWARD}:assert_outputs_ordered")([gpus[index] for index in order], rows, position, seed)
+    NamedFunction(f"{CHECKS}:assert_outputs_ordered")([gpus[index] for index in order], rows, position, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_scalars(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """Scalar outputs are gathered, one for each replica, and their gradients return to the right replica."""
-    NamedFunction(f"{FORWARD}:assert_scalars_gathered")([gpus[index] for index in order], rows, seed)
+    NamedFunction(f"{CHECKS}:assert_scalars_gathered")([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """With dim=1, DataParallel splits and joins columns."""
-    NamedFunction(f"{FORWARD}:assert_dimension_split")([gpus[index] for index in order], rows, seed)
+    NamedFunction(f"{CHECKS}:assert_dimension_split")([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, positional=st.booleans(), seed=SEEDS)
 def test_arguments(gpus: Gpus, order: tuple[int, ...], rows: int, positional: bool, seed: int) -> None:
     """Each replica gets its part of nested and keyword tensors on its device, and all other arguments unchanged."""
-    NamedFunction(f"{FORWARD}:assert_arguments_arrive")([gpus[index] for index in order], rows, positional, seed)
+    NamedFunction(f"{CHECKS}:assert_arguments_arrive")([gpus[index] for index in order], rows, positional, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """A batch with fewer rows than devices uses the first devices only."""
-    NamedFunction(f"{FORWARD}:assert_few_rows_use_few_devices")([gpus[index] for index in order], seed)
+    NamedFunction(f"{CHECKS}:assert_few_rows_use_few_devices")([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, inference=st.booleans(), seed=SEEDS)
 def test_modes(gpus: Gpus, order: tuple[int, ...], inference: bool, seed: int) -> None:
     """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own device."""
-    NamedFunction(f"{FORWARD}:assert_modes_seen")([gpus[index] for index in order], inference, seed)
+    NamedFunction(f"{CHECKS}:assert_modes_seen")([gpus[index] for index in order], inference, seed)
 
 
 @examples(10, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas compute in the dtype of the caller's autocast, float16 or bfloat16."""
-    NamedFunction(f"{FORWARD}:assert_autocast_dtype_kept")([gpus[index] for index in order], seed)
+    NamedFunction(f"{CHECKS}:assert_autocast_dtype_kept")([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, position=POSITIONS, kind=st.sampled_from((RuntimeError, ValueError, KeyError)))
 def test_exceptions(gpus: Gpus, order: tuple[int, ...], position: int, kind: type[Exception]) -> None:
     """An exception keeps its type and text, and names replica and device; the next call works."""
-    NamedFunction(f"{FORWARD}:assert_exceptions_named")([gpus[index] for index in order], position, kind)
+    NamedFunction(f"{CHECKS}:assert_exceptions_named")([gpus[index] for index in order], position, kind)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
 def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """`data_parallel` with each of its arguments, and its building blocks, give the module's outputs and gradients."""
-    from mgpu_check.suite.data_parallel.forward import assert_functional_form_agrees
+    from mgpu_check.suite.data_parallel.checks import assert_functional_form_agrees
 
     assert_functional_form_agrees([gpus[index] for index in order], rows, position, seed)
 
@@ -95,7 +94,7 @@ def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, position
 @given(order=ORDERS, seed=SEEDS)
 def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas hold parameters and buffers of all dtypes, bit for bit, and share what the module shares."""
-    from mgpu_check.suite.data_parallel.forward import assert_replicas_hold
+    from mgpu_check.suite.data_parallel.checks import assert_replicas_hold
 
     assert_replicas_hold([gpus[index] for index in order], seed)
 
@@ -105,46 +104,46 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs, rare: Runs) -> None:
     """Models train like on one device: MLP, LeNet, residual block, embedding, attention, tied weights, lists, mixed
     dtypes."""
-    NamedFunction(f"{TRAINING}:assert_models_train")([gpus[index] for index in order], [*runs, *rare])
+    NamedFunction(f"{CHECKS}:assert_models_train")([gpus[index] for index in order], [*runs, *rare])
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp", "residual")))
 def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Frozen parameters get no gradient and stay unchanged."""
-    NamedFunction(f"{TRAINING}:assert_frozen_parameters_kept")([gpus[index] for index in order], runs)
+    NamedFunction(f"{CHECKS}:assert_frozen_parameters_kept")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("counting",), least=3))
 def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Buffers are updated by the first device's shard, in training only, and all replicas start from them."""
-    NamedFunction(f"{TRAINING}:assert_statistics_of_the_first_device")([gpus[index] for index in order], runs)
+    NamedFunction(f"{CHECKS}:assert_statistics_of_the_first_device")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",), least=2))
 def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Gradients of two forward passes before one backward pass add up; later passes see in-place changes."""
-    NamedFunction(f"{TRAINING}:assert_backward_of_several_calls")([gpus[index] for index in order], runs)
+    NamedFunction(f"{CHECKS}:assert_backward_of_several_calls")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",)))
 def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Forward hooks of layers run on each replica, and hooks of parameters get the whole gradient."""
-    NamedFunction(f"{TRAINING}:assert_hooks_called")([gpus[index] for index in order], runs)
+    NamedFunction(f"{CHECKS}:assert_hooks_called")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(("mlp", "listed")))
 def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Second-order gradients, such as those of a gradient penalty, match one device."""
-    NamedFunction(f"{TRAINING}:assert_second_gradients")([gpus[index] for index in order], runs)
+    NamedFunction(f"{CHECKS}:assert_second_gradients")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=2)
 @given(order=ORDERS, rows=st.lists(st.integers(0, 12), min_size=9, max_size=25))
 def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], rows: list[int]) -> None:
     """The sparse gradient of an embedding is the sum over all replicas and stays sparse."""
-    NamedFunction(f"{TRAINING}:assert_sparse_gradients_added")([gpus[index] for index in order], rows)
+    NamedFunction(f"{CHECKS}:assert_sparse_gradients_added")([gpus[index] for index in order], rows)

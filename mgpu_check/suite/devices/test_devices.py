@@ -11,7 +11,7 @@ from mgpu_check.plugin.ranks import Gpus, Ranks
 
 COPIES = "mgpu_check.oracles.devices.copies"
 STREAMS = "mgpu_check.suite.devices.streams"
-RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
+STATE = "mgpu_check.suite.devices.state"
 
 
 @examples(2, quick=1)
@@ -85,14 +85,14 @@ def test_streams_wait_for_each_other(gpus: Gpus, seed: int) -> None:
 @given(seed=strategies.seeds())
 def test_generators_are_apart(gpus: Gpus, seed: int) -> None:
     """Seeds affect the named devices only, and drawing on one device does not change the others."""
-    NamedFunction(f"{RANDOM_NUMBERS}:assert_generators_apart")(gpus, seed)
+    NamedFunction(f"{STATE}:assert_generators_apart")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_states_of_generators_return(gpus: Gpus, seed: int) -> None:
     """A restored generator state gives the same numbers again, also where a checkpoint computes dropout again."""
-    NamedFunction(f"{RANDOM_NUMBERS}:assert_states_return")(gpus, seed)
+    NamedFunction(f"{STATE}:assert_states_return")(gpus, seed)
 
 
 @examples(4, quick=1)
@@ -101,16 +101,16 @@ def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
     """Ranks with one seed draw the same numbers on GPUs of one model, and with different seeds different ones."""
     from mgpu_check.suite.devices.seeded_ranks import assert_ranks_draw_as_seeded
 
-    assert_ranks_draw_as_seeded(ranks.run("mgpu_check.suite.devices.random_numbers:drawn_by", seed, size=size))
+    assert_ranks_draw_as_seeded(ranks.run(f"{STATE}:drawn_by", seed, size=size))
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_map_location(gpus: Gpus, seed: int) -> None:
     """`torch.load` puts tensors where each form of `map_location` says, bit for bit, and keeps shared memory shared."""
-    NamedFunction("mgpu_check.suite.devices.memory:assert_loads_arrive")(gpus, seed)
+    NamedFunction(f"{STATE}:assert_loads_arrive")(gpus, seed)
 
 
 def test_memory_recovers(gpus: Gpus) -> None:
     """A device refuses an allocation that does not fit, keeps its data, counts both, and continues to work."""
-    NamedFunction("mgpu_check.suite.devices.memory:assert_memory_recovers")(gpus)
+    NamedFunction(f"{STATE}:assert_memory_recovers")(gpus)

@@ -22,7 +22,7 @@ from mgpu_check.oracles.training import gradient_exchange, training_steps
 from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, ranks_here, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.suite.parallelism.torch_parallelism import TAKES_UNEVEN
-from mgpu_check.suite.recipes import experts, model_parallel, sequence_parallel
+from mgpu_check.suite.recipes import model_parallel
 
 _CHECK = "test_mechanisms"
 
@@ -97,51 +97,53 @@ def _own_product(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 register(
     __name__,
     FaultRow("router-sees-own-tokens", "the gradient of the router is not summed over the ranks", _CHECK,
-        around(experts.ExpertParallel, "sum_partial_gradients"), _unsynchronized),
+        around(model_parallel.ExpertParallel, "sum_partial_gradients"), _unsynchronized),
     FaultRow("router-gradient-missing", "the router gets no gradient from the outputs", _CHECK,
-        returned(experts, "route"), lambda routing, *_: routing._replace(weight=routing.weight.detach())),
+        returned(model_parallel, "route"), lambda routing, *_: routing._replace(weight=routing.weight.detach())),
     FaultRow("balance-of-own-tokens", "the loss for balance is the mean of the losses of the ranks", _CHECK,
-        around(experts, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs | {"of_all": False}),
+        around(model_parallel, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs | {"of_all": False}),
         When("balance over the tokens of all ranks", lambda real, *_, of_all, **__: of_all)),
     FaultRow("balance-not-averaged", "the loss for balance is the sum of the losses of the ranks", _CHECK,
-        around(experts, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs) * ranks_here(), _OF_EACH),
+        around(model_parallel, "balance_loss"),
+        lambda real, *args, **kwargs: real(*args, **kwargs) * ranks_here(), _OF_EACH),
     FaultRow("rows-of-ranks-swapped", "rows from other ranks are taken in the reverse order of the ranks", _CHECK,
-        returned(experts, "exchange"),
+        returned(model_parallel, "exchange"),
         lambda rows, sent, send, receive, *_: torch.cat(list(rows.split(receive))[::-1])),
     FaultRow("rows-not-sorted-by-expert", "rows from several ranks are not sorted by expert", _CHECK,
-        returned(experts, "by_expert"), lambda order, counts: order.sort().values, _SEVERAL_EXPERTS),
+        returned(model_parallel, "by_expert"), lambda order, counts: order.sort().values, _SEVERAL_EXPERTS),
     FaultRow("dropped-choices-counted", "weights are divided by a sum that includes dropped choices", _CHECK,
-        around(experts, "route"), _counting_dropped,
+        around(model_parallel, "route"), _counting_dropped,
         When("two experts a token, a capacity", lambda real, logits, top, capacity=0: top > 1 and capacity)),
     FaultRow("one-choice-too-many", "an expert takes one choice more than its capacity", _CHECK,
-        given(experts, "route"), lambda logits, top, capacity=0: (logits, top, capacity + bool(capacity)),
+        given(model_parallel, "route"), lambda logits, top, capacity=0: (logits, top, capacity + bool(capacity)),
         When("a capacity", lambda logits, top, capacity=0: capacity)),
     FaultRow("last-expert-of-a-token-only", "the output of a token is that of its last expert", _CHECK,
-        around(experts, "combined"),
+        around(model_parallel, "combined"),
         lambda real, rows, routing, tokens: rows.new_zeros(tokens, rows.shape[1]).index_copy(
             0, routing.token, rows * routing.weight.unsqueeze(1)),
         "two experts a token"),
     FaultRow("experts-sharded-over-others", "an expert is sharded over the ranks that hold other experts", _CHECK,
-        around(experts, "shard"),
+        around(model_parallel, "shard"),
         lambda real, model, mesh: _sharded_otherwise(real, model, mesh, experts="experts", others="all"),
         "experts under fully_shard"),
     FaultRow("experts-averaged-over-all", "gradients of experts are divided by the number of all ranks", _CHECK,
-        returned(experts, "shard"), lambda _, model, mesh: model.experts.set_gradient_divide_factor(float(mesh.size())),
+        returned(model_parallel, "shard"),
+        lambda _, model, mesh: model.experts.set_gradient_divide_factor(float(mesh.size())),
         "experts under fully_shard"),
     FaultRow("router-reduced-in-one-dimension", "gradients of the router are not reduced over the replicas", _CHECK,
-        around(experts, "shard"),
+        around(model_parallel, "shard"),
         lambda real, model, mesh: _sharded_otherwise(real, model, mesh, experts="replicas", others="experts"),
         When("two replicas and more", lambda real, model, mesh: mesh.size(0) > 1)),
     FaultRow("mask-by-local-position", "the causal mask compares positions within a rank's part", _CHECK,
-        around(sequence_parallel, "visible"),
+        around(model_parallel, "visible"),
         lambda real, queries, keys: real(torch.arange(len(queries)), torch.arange(len(keys)))),
     FaultRow("zigzag-not-undone", "gathered outputs stay in the order of the ranks", _CHECK,
-        around(sequence_parallel, "in_order"), lambda real, sequence, *_: sequence, _ZIGZAG),
+        around(model_parallel, "in_order"), lambda real, sequence, *_: sequence, _ZIGZAG),
     FaultRow("blocks-not-rescaled", "the outputs of blocks of a ring are added without their weights", _CHECK,
-        around(sequence_parallel, "merged"),
+        around(model_parallel, "merged"),
         lambda real, out, total, block, of_block: (out + block, torch.logaddexp(total, of_block)), "ring attention"),
     FaultRow("gradient-of-gathered-keys-local", "the gradient of gathered parts is not summed over the ranks", _CHECK,
-        around(sequence_parallel, "_scattered"),
+        around(model_parallel, "_scattered"),
         lambda real, full_tensor, dim: full_tensor.chunk(ranks_here(), dim)[dist.get_rank()]),
     FaultRow("later-blocks-seen", "attention over parts of a sequence sees later parts", _CHECK,
         around(_RING, "_is_causal_behavior"),
@@ -156,9 +158,9 @@ register(
         around(_RING, "_partial_update"), lambda real, *args, add, **kwargs: real(*args, add=False, **kwargs),
         "context_parallel, balanced"),
     FaultRow("partial-gradients-of-norms", "gradients of norms and biases of a part of a sequence are not summed",
-        _CHECK, around(sequence_parallel.SequenceParallelMlp, "sum_partial_gradients"), _unsynchronized),
+        _CHECK, around(model_parallel.SequenceParallelMlp, "sum_partial_gradients"), _unsynchronized),
     FaultRow("gradients-averaged-over-the-sequence", "partial gradients are averaged in place of summed", _CHECK,
-        around(sequence_parallel, "sum_gradients"),
+        around(model_parallel, "sum_gradients"),
         lambda real, parameters, group=None: _averaged(real, list(parameters), group)),
     FaultRow("ignored-on-one-rank", "only the rank that has the ignored class ignores its rows", _CHECK,
         around(model_parallel, "cross_entropy"),
@@ -199,7 +201,7 @@ def gradient_of_keys_one_rank_off() -> Iterator[None]:
         last = len(tensors) == 4 and count.every(ranks_here())
         return list(tensors) if last else real(tensors)
 
-    with around(sequence_parallel, "_passed_on")(passed_on):
+    with around(model_parallel, "_passed_on")(passed_on):
         yield
 
 

@@ -27,8 +27,7 @@ from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.simulated import simulated_device_count
 from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
-from mgpu_check.suite.recipes import experts as recipe
-from mgpu_check.suite.recipes import model_parallel, sequence_parallel
+from mgpu_check.suite.recipes import model_parallel
 from mgpu_check.torch_hooks.tensors import copied
 
 
@@ -148,7 +147,7 @@ _OF_BALANCE = 0.5
 
 
 class ExpertsByHand(DividedStep):
-    """`recipes.experts`: tokens in uneven parts, experts in chunks, capacity for each rank's tokens."""
+    """`ExpertParallel`: tokens in uneven parts, experts in chunks, capacity for each rank's tokens."""
 
     @property
     def experts(self) -> int:
@@ -158,7 +157,7 @@ class ExpertsByHand(DividedStep):
         """Return the experts of a token, the capacity, and whether balance is over the tokens of all ranks."""
         return self["top"], self["capacity"], self.case.sizes["balance"] == "all ranks"
 
-    def model(self, dtype: torch.dtype) -> tuple[nn.Linear, recipe.Experts]:
+    def model(self, dtype: torch.dtype) -> tuple[nn.Linear, model_parallel.Experts]:
         """Return router and experts, whole."""
         count = self.experts
         router = nn.Linear(_TOKEN_WIDTH, count, dtype=dtype, device="cpu")
@@ -166,7 +165,7 @@ class ExpertsByHand(DividedStep):
             router.weight.copy_(self.numbers(1, count, _TOKEN_WIDTH))
             # Products are multiples of 1/64, so no two logits of a token are equal, and no choice depends on rounding.
             router.bias.copy_(torch.arange(count, device="cpu") / 1024)
-        return router, recipe.Experts(
+        return router, model_parallel.Experts(
             self.numbers(2, count, _TOKEN_WIDTH, _TOKEN_WIDTH).to(dtype), self.numbers(3, count, _TOKEN_WIDTH).to(dtype)
         )
 
@@ -215,7 +214,7 @@ class ExpertsByHand(DividedStep):
         own = chunks(len(x), rank.size)[rank.index]
         x = x[own].to(rank.device).requires_grad_()
         outputs, logits = model(x)
-        balance = recipe.balance_loss(logits, top, of_all=of_all)
+        balance = model_parallel.balance_loss(logits, top, of_all=of_all)
         loss = weighted(outputs, factors[own].to(rank.device)) + _OF_BALANCE * balance
         loss.backward()
         finish()
@@ -225,9 +224,9 @@ class ExpertsByHand(DividedStep):
         owned = [(name, part) for name in whole for word, part in at.items() if word in name]
         return {**whole, **{name: Portion(whole[name], 0, part) for name, part in owned}}
 
-    def parallel(self, router: nn.Linear, experts: recipe.Experts, rank: Rank, **options: Any) -> Any:
+    def parallel(self, router: nn.Linear, experts: model_parallel.Experts, rank: Rank, **options: Any) -> Any:
         """Return the divided model, and a function to call after backward."""
-        model = recipe.ExpertParallel(router, experts, rank.device, **options)
+        model = model_parallel.ExpertParallel(router, experts, rank.device, **options)
         return model, model.sum_partial_gradients
 
 
@@ -241,7 +240,7 @@ def _gradients_of_experts(x: torch.Tensor, router: nn.Module, experts: nn.Module
 
 
 class ShardedExperts(ExpertsByHand):
-    """`recipes.experts` under `fully_shard`: experts over the ranks that hold them, the router over all (HSDP)."""
+    """`ExpertParallel` under `fully_shard`: experts over the ranks that hold them, the router over all (HSDP)."""
 
     @property
     def expert_ranks(self) -> int:
@@ -256,11 +255,13 @@ class ShardedExperts(ExpertsByHand):
     def routing(self) -> tuple[int, int, bool]:
         return 1, 0, True
 
-    def parallel(self, router: nn.Linear, experts: recipe.Experts, rank: Rank, **options: Any) -> Any:
+    def parallel(self, router: nn.Linear, experts: model_parallel.Experts, rank: Rank, **options: Any) -> Any:
         shape = self.ranks // self.expert_ranks, self.expert_ranks
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicas", "experts"))
-        model = recipe.ExpertParallel(router, experts, rank.device, group=mesh["experts"].get_group(), **options)
-        recipe.shard(model, mesh)
+        model = model_parallel.ExpertParallel(
+            router, experts, rank.device, group=mesh["experts"].get_group(), **options
+        )
+        model_parallel.shard(model, mesh)
         return model, lambda: None
 
 
@@ -274,7 +275,7 @@ def _projected(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 class ContextByHand(DividedStep):
-    """`recipes.sequence_parallel`: projection and causal attention, as a ring or with keys gathered."""
+    """`ring_attention`: projection and causal attention, as a ring or with keys gathered."""
 
     def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return inputs, the factors of outputs in the loss, and the weight of the projection."""
@@ -295,18 +296,18 @@ class ContextByHand(DividedStep):
 
     def divided(self, rank: Rank) -> Results:
         x, factors, weight = self.data(self.dtype)
-        positions = sequence_parallel.positions_of(x.shape[1], rank.size, zigzag=self.case.sizes["order"] == "zigzag")
+        positions = model_parallel.positions_of(x.shape[1], rank.size, zigzag=self.case.sizes["order"] == "zigzag")
         own = positions[rank.index]
         x, factors = (tensor[:, own].to(rank.device) for tensor in (x, factors))
         parameter = nn.Parameter(weight.to(rank.device))
         q, k, v = _projected(x.requires_grad_(), parameter)
-        ways = {"ring": sequence_parallel.ring_attention, "gathered": sequence_parallel.gathered_attention}
+        ways = {"ring": model_parallel.ring_attention, "gathered": model_parallel.gathered_attention}
         attend = ways[str(self.case.sizes["way"])]
         outputs = attend(q, k, v, positions, rank.index).transpose(1, 2).flatten(2)
         loss = weighted(outputs, factors)
         loss.backward()
-        sequence_parallel.sum_gradients([parameter])
-        results = {"outputs": sequence_parallel.restored(outputs.detach(), positions, 1), "loss": total(loss)}
+        model_parallel.sum_gradients([parameter])
+        results = {"outputs": model_parallel.restored(outputs.detach(), positions, 1), "loss": total(loss)}
         return _portions(results | _gradients({"inputs": x, "weight": parameter}), {"inputs": (1, own)})
 
 
@@ -350,7 +351,7 @@ class ContextOfTorch(DividedStep):
 
 
 class SequenceByHand(DividedStep):
-    """`recipes.sequence_parallel`: a norm of parts of the sequence around divided layers."""
+    """`SequenceParallelMlp`: a norm of parts of the sequence around divided layers."""
 
     def model(self, dtype: torch.dtype) -> tuple[nn.LayerNorm, nn.Linear, nn.Linear]:
         """Return norm, and the two layers."""
@@ -378,7 +379,7 @@ class SequenceByHand(DividedStep):
 
     def divided(self, rank: Rank) -> Results:
         (norm, up, down), (x, factors) = self.model(self.dtype), self.data(self.dtype)
-        mlp = sequence_parallel.SequenceParallelMlp(norm, up, down, rank.device)
+        mlp = model_parallel.SequenceParallelMlp(norm, up, down, rank.device)
         own, hidden = chunks(len(x), rank.size)[rank.index], chunks(self["hidden"], rank.size)[rank.index]
         x = x[own].to(rank.device).requires_grad_()
         outputs = mlp(x)
