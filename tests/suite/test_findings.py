@@ -22,9 +22,7 @@ from mgpu_check.errors import CheckFailure, GradientMismatch, ShardError
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import gathered
 from mgpu_check.oracles.training.training_steps import weighted
-from mgpu_check.suite.collectives import on_ranks as collectives
-from mgpu_check.suite.collectives.groups import assert_mesh_matches
-from mgpu_check.suite.collectives.messages import assert_drawn_objects_travel
+from mgpu_check.suite.collectives import calls, functional, messages
 from mgpu_check.suite.loading import checks as loading_on_ranks
 from mgpu_check.suite.parallelism import handwritten_parallelism as ranks_parallel
 from mgpu_check.suite.parallelism.torch_parallelism import assert_parallelized_modules_agree, assert_schedules_agree
@@ -174,8 +172,6 @@ CASES = (
          misread("suite.sharded.fully_sharded.copied"), "torch.bfloat16 reduced in torch.float32"),
     Case("clipping", lambda rank: fully_sharded.assert_clipping_agrees(TRAINING, rank), first_gradient_lost,
          "0.weight has no gradient"),
-    Case("meshes", lambda rank: assert_mesh_matches(rank, (2, 2)), group_of_the_first_dimension,
-         "mesh of 2x2: the members of dim1", who=3, size=4),
     Case("sharded: meshes", assert_meshes_agree, group_of_the_first_dimension,
          "the group has ranks [1, 3], expected [2, 3]", who=3, size=4),
     Case("state dict", lambda rank: assert_state_dict_agrees(TRAINING, rank), misread("suite.sharded.checkpoints.copied"),
@@ -200,21 +196,19 @@ CASES = (
          "epoch 0: batch 0 of 2: number"),
     Case("streams", loading_on_ranks.assert_streams_cover, misread("suite.loading.checks.indices_of", lambda got: got[::-1]),
          "with 0 workers, drop_last=False: expected the batches"),
-    Case("suite: messages", lambda rank: collectives.assert_messages_of_all_ways_arrive(rank, [], 1),
+    Case("suite: messages", lambda rank: messages.assert_messages_of_all_ways_arrive(rank, [], 1),
          misread("suite.collectives.messages.as_bits"), "memory before or behind the received tensor was changed"),
-    Case("suite: any source", lambda rank: collectives.assert_messages_from_any_source_arrive(rank, 1, 1, [4, 5, 6], 0),
+    Case("suite: any source", lambda rank: messages.assert_messages_from_any_source_arrive(rank, 1, 1, [4, 5, 6], 0),
          misread("suite.collectives.messages.as_bits"), "memory before or behind the received tensor was changed", who=1),
-    Case("suite: objects", lambda rank: collectives.assert_objects_travel_on_all_ways(rank, 1, [None], 1),
+    Case("suite: objects", lambda rank: messages.assert_objects_travel_on_all_ways(rank, 1, [None], 1),
          misread("suite.collectives.messages.object_of", str), "all_gather_object"),
-    Case("suite: drawn objects", lambda rank: assert_drawn_objects_travel(rank, 1, [0, "", None]), first_object_lost,
+    Case("suite: drawn objects", lambda rank: messages.assert_drawn_objects_travel(rank, 1, [0, "", None]), first_object_lost,
          "all_gather_object of drawn objects is wrong on rank 2 of 3 (cuda:2): got [None, (1, ''), (2, None)], " "expected [(0, 0), (1, ''), (2, None)]"),
-    Case("suite: barriers", lambda rank: collectives.assert_barriers_hold(rank, 1, 0),
+    Case("suite: barriers", lambda rank: messages.assert_barriers_hold(rank, 1, 0),
          misread("suite.collectives.messages._fresh_store", LeftAtOnce), "ranks left it before rank 0 had entered it", who=0),
-    Case("suite: functional", lambda rank: collectives.assert_functional_match_in_groups(rank, 1),
+    Case("suite: functional", lambda rank: functional.assert_functional_match_in_groups(rank, 1),
          misread("suite.collectives.functional.numbers_of"), "functional all_reduce sum"),
-    Case("suite: meshes", lambda rank: collectives.assert_meshes_match(rank, [(2, 2), (4,)]),
-         group_of_the_first_dimension, "mesh of 2x2: the members of dim1", who=3, size=4),
-    Case("suite: bias of rounding", lambda rank: collectives.assert_sums_are_unbiased(rank, 1),
+    Case("suite: bias of rounding", lambda rank: calls.assert_sums_are_unbiased(rank, 1),
          misread("oracles.collectives.repeated_calls.mean_error", lambda mean: mean + 1), "rounding leans away from zero"),
     Case("suite: schedules", lambda rank: assert_schedules_agree(DEEP, rank, 2),
          misread("suite.parallelism.torch_parallelism.seen"), "ScheduleGPipe"),

@@ -22,12 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_check.asserts.findings import run_all
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, reduced, unit_roundoff
 from mgpu_check.oracles.collectives.cases import FUNCTIONS, CollectiveCall, WrongResult, left_out, raise_findings
-from mgpu_check.oracles.collectives.repeated_calls import called, coalescing, groups_of
+from mgpu_check.oracles.collectives.repeated_calls import (
+    assert_rounding_is_unbiased,
+    called,
+    coalescing,
+    groups_of,
+    most_ranks,
+)
 from mgpu_check.torch_hooks.collective_table import TRANSFERS, is_list
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, digest_of
 
@@ -684,3 +691,13 @@ class Started(Laid):
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View booleans as bytes, because copies of booleans turn other bytes into 0 or 1."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+
+
+def assert_sums_are_unbiased(rank: Rank, seed: int) -> None:
+    """Assert that the sums of each collective are unbiased, in each floating dtype with a bit left for fractions."""
+    functions = [(name, "device") for name, row in TRANSFERS.items() if row.reduces] + [("all_reduce", "cpu")]
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    cases = itertools.product((dtype for dtype in dtypes if rank.size <= most_ranks(dtype)), functions)
+    run_all(
+        functools.partial(assert_rounding_is_unbiased, rank, name, dtype, place, seed) for dtype, (name, place) in cases
+    )

@@ -1,4 +1,4 @@
-"""Planted faults of collectives: copies, groups and device meshes, messages, reductions, and other forms of calls."""
+"""Planted faults of collectives: copies, groups, messages, reductions, and other forms of calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn import functional as differentiable
 
 from mgpu_check.suite.collectives.functional import ANY_LAYOUT
@@ -163,8 +162,7 @@ def stale_exchange(call: ObservedCall) -> None:
     call.kept[key] = fresh
 
 
-_GROUPS, _MESHES = "test_groups", "test_device_meshes"
-_DIMENSIONS = When("meshes of 2 dimensions and more", lambda real, mesh, *_: mesh.ndim > 1)
+_GROUPS = "test_groups"
 _APART = "get_global_rank, groups of three ranks and more at different distances"
 
 
@@ -200,13 +198,6 @@ register(
         returned(dist, "get_group_rank"),
         lambda _, group, global_rank: sorted(dist.get_process_group_ranks(group)).index(global_rank),
         "get_group_rank, groups whose ranks are not in order"),
-    FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension",
-        _MESHES, around(DeviceMesh, "get_group"), lambda real, mesh, dimension=None: real(mesh, 0),
-        _DIMENSIONS & When("dimensions by number", lambda real, mesh, dimension=None: isinstance(dimension, int))),
-    FaultRow("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
-        _MESHES, around(DeviceMesh, "get_local_rank"), lambda real, mesh, *_: real(mesh, 0), _DIMENSIONS),
-    FaultRow("coordinate-of-another", "the last rank of a mesh has the coordinate of the first", _MESHES,
-        returned(DeviceMesh, "get_coordinate"), lambda coordinate, mesh: coordinate and [0] * len(coordinate), LAST),
     FaultRow("halves-of-numbers-swapped", "scatter swaps the halves of numbers", _COPIES, after("scatter"),
         lambda call: (halves := call.first.view(torch.int32)).copy_(
             halves.view(-1, 2).flip(1).reshape(halves.shape).clone()), dtype("float64") & LAST),

@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.distributed.nn import functional as differentiable
 from torch.torch_version import TorchVersion
 
 from mgpu_check.asserts.collectives import same_bits
+from mgpu_check.asserts.findings import run_all
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.reduction import significand_bits
 from mgpu_check.oracles.collectives.cases import WrongResult, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import coalescing, collective_named, groups_of
+from mgpu_check.suite.collectives.groups import some_groups
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.version import torch_version
 
@@ -334,3 +337,23 @@ def _rooted(root: int, team: Team, total: Any, maximum: Any, depending: Any) -> 
          lambda matrices: depending(matrices[root].chunk(size), matrices),
          lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group)),
     ]  # fmt: skip
+
+
+def assert_functional_match_in_groups(rank: Rank, seed: int) -> None:
+    """Assert that functional collectives match their models: for several dtypes, and in a group."""
+    cases: list[tuple[tuple[int, ...], torch.dtype]]
+    cases = [((), dtype) for dtype in (torch.float32, torch.int64, torch.bfloat16)]
+    cases += [(members, torch.float32) for members in some_groups(rank, seed)[seed % 2 :][:1]]
+    judges = ((members, partial(judge_functional, dtype=dtype, seed=seed)) for members, dtype in cases)
+    run_all(partial(judged, rank, members, judge) for members, judge in judges)
+
+
+def assert_differentiable_match_in_groups(rank: Rank, seed: int) -> None:
+    """Assert that differentiable collectives match their models: of all ranks, and in groups."""
+    run_all(partial(assert_differentiable_match, rank, seed, members) for members in ((), *some_groups(rank, seed)))
+
+
+def assert_coalesced_match_in_groups(rank: Rank, dtype: str, seed: int) -> None:
+    """Assert that coalesced collectives match separate calls: of all ranks, and in a group."""
+    judge = partial(judge_coalesced, dtype=getattr(torch, dtype), seed=seed)
+    run_all(partial(judged, rank, members, judge) for members in ((), *some_groups(rank, seed)[:1]))

@@ -1,19 +1,18 @@
-"""Check the groups that torch makes: subgroups, and the groups of device meshes, with the right members in order."""
+"""Check the subgroups that torch makes, with the right members in order; choose the groups of other checks."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from mgpu_check.asserts.findings import on_any_rank
+from mgpu_check.asserts.findings import Findings, on_any_rank
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.collectives.cases import WrongResult, raise_findings
+from mgpu_check.oracles.collectives.cases import CollectiveCall, WrongResult, raise_findings
+from mgpu_check.suite.collectives.calls import assert_collectives_match
 
 
 def assert_subgroups_divide(rank: Rank) -> None:
@@ -89,32 +88,23 @@ def _wrong(rank: Rank, partition: Sequence[list[int]], own: Any, groups: Sequenc
     return errors
 
 
-def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
-    """Assert that `init_device_mesh` lays ranks out row by row, and that collectives of its groups reach all."""
-    dimension_names = tuple(f"dim{number}" for number in range(len(shape)))
-    mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=dimension_names)
-    findings: list[WrongResult] = []
-    label = f"mesh of {'x'.join(map(str, shape))}"
+def some_groups(rank: Rank, seed: int) -> list[tuple[int, ...]]:
+    """Return two groups, or none of one or two ranks: the first lacks rank 0, so that numbers in it are no ranks."""
+    missing = (0, 1 + seed % max(1, rank.size - 1))
+    return [members for outside in missing for members in without(rank, outside)]
 
-    def compare(subject: str, got: object, expected: object) -> None:
-        if got != expected:
-            findings.append(WrongResult(f"{label}: {subject}", f"got {got}, expected {expected}"))
 
-    layout = torch.arange(math.prod(shape)).view(tuple(shape))
-    coordinate = tuple(int(number) for number in (layout == rank.index).nonzero()[0])
-    compare("the coordinate", tuple(mesh.get_coordinate() or ()), coordinate)
-    compare("the ranks", mesh.mesh.cpu().tolist(), layout.tolist())
-    for number, name in enumerate(dimension_names):
-        # The ranks that differ from this one in that dimension only.
-        members = layout.movedim(number, -1)[(*coordinate[:number], *coordinate[number + 1 :])].tolist()
-        group = mesh.get_group(number)
-        compare(f"the local rank in {name}", mesh.get_local_rank(number), coordinate[number])
-        compare(f"the size of {name}", mesh.size(number), shape[number])
-        compare(f"the members of {name}", dist.get_process_group_ranks(group), members)
-        if on_any_rank(rank, dist.get_process_group_ranks(group) != members):
-            continue  # with wrong members a collective could hang, so all ranks leave it out
-        compare(f"the part called {name}", mesh[name].mesh.cpu().tolist(), members)
-        entered, gathered = _called(rank, group, len(members))
-        compare(f"an all_reduce in {name}", entered, [int(index in members) for index in range(rank.size)])
-        compare(f"an all_gather in {name}", gathered, members)
-    raise_findings(findings, len(shape) * 6 + 2, rank)
+def without(rank: Rank, outside: int) -> list[tuple[int, ...]]:
+    """Return the group of all ranks but one, or none in a world of one or two."""
+    everybody = range(rank.size)
+    return [tuple(member for member in everybody if member != outside % rank.size)] if rank.size > 2 else []
+
+
+def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
+    """Assert that subgroups divide the world, and that collectives in groups match their models.
+    Collectives are left out if a subgroup is wrong: with wrong members or roots they could hang."""
+    with Findings() as findings:
+        with findings.collected():
+            assert_subgroups_divide(rank)
+        if not findings.anywhere(rank):
+            assert_collectives_match(rank, wanted)

@@ -6,15 +6,18 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from mgpu_check.asserts.findings import run_all
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.collectives.cases import Message, WrongResult, raise_findings
+from mgpu_check.oracles.collectives.cases import REDUCED, Message, WrongResult, messages_between, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import groups_of
 from mgpu_check.suite.collectives.calls import CallMemory, differing, given_blocks, shaped, stretched
+from mgpu_check.suite.collectives.groups import some_groups, without
 from mgpu_check.torch_hooks.tensors import as_bits
 
 
@@ -290,3 +293,62 @@ def assert_barrier_holds(
 def _fresh_store() -> Any:
     """Return a store that all ranks share and that no earlier call has used: the store of a new group."""
     return dist.distributed_c10d._world.pg_map[dist.new_group(backend="gloo")][1]
+
+
+def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], seed: int) -> None:
+    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU, and in a group."""
+    between = partial(messages_between, rank.size)
+    placed = [message.between_ranks(rank.size) for message in drawn]
+    large = [Message(0, rank.size - 1, 0, "int8", (1 << 20) + 3, seed)]
+    cases: list[tuple[Any, ...]] = [
+        (placed, "batched", "device"),
+        ([message for message in placed if message.dtype in REDUCED], "flying", "cpu"),
+        (between(seed, "device", tags=False, own=True), "batched", "device"),
+        (between(seed + 3, "device", tags=False, alike=True), "batched", "device"),
+        (between(seed + 1, "device", tags=False), "blocking", "device"),
+        (between(seed, "cpu", tags=False), "batched", "cpu"),
+        (between(seed + 1, "cpu", tags=True), "blocking", "cpu"),
+        (between(seed + 2, "cpu", alike=True), "flying", "cpu"),
+        ((large, "blocking", "device"), (large, "flying", "cpu"))[seed % 2],
+    ]
+    wanted = some_groups(rank, seed)[:1]
+    with groups_of(rank, wanted) as groups:
+        for members in wanted:
+            for turn, (way, placement) in enumerate((("batched", "device"), ("flying", "cpu"), ("blocking", "device"))):
+                inside = messages_between(len(members), seed, placement, tags=placement == "cpu")[turn::3]
+                moved = [replace(sent, source=members[sent.source], target=members[sent.target]) for sent in inside]
+                cases.append((moved, way, placement, members, groups[members]))
+        run_all(partial(assert_messages_arrive, rank, *case) for case in cases)
+
+
+def assert_messages_from_any_source_arrive(
+    rank: Rank, target: int, tag: int, elements: Sequence[int], outside: int
+) -> None:
+    """Assert that `recv` without a source returns the sender: for three dtypes, and in a group.
+    Ranks from `target` on receive, under tags from `tag` on; each dtype has a number of elements."""
+    cases = [
+        ((target + turn) % rank.size, tag + turn, dtype, count, ())
+        for turn, (dtype, count) in enumerate(zip(("float32", "int64", "bfloat16"), elements, strict=True))
+    ]
+    groups = [(members[target % len(members)], 1, "float32", 9, members) for members in without(rank, outside)]
+    run_all(partial(assert_any_source_tells_the_sender, rank, *case) for case in (*cases, *groups))
+
+
+def assert_objects_travel_on_all_ways(rank: Rank, root: int, drawn: Sequence[object], seed: int) -> None:
+    """Assert that objects travel over the CPU, over devices, and in a group: drawn ones, and some of each kind."""
+    checks = [partial(assert_objects_travel, rank, root + turn, seed + turn) for turn in range(3)]
+    checks.append(partial(assert_objects_travel, rank, root, seed, backend="nccl"))
+    checks += [partial(assert_objects_travel, rank, root + 1, seed, members) for members in some_groups(rank, seed)[:1]]
+    run_all((partial(assert_drawn_objects_travel, rank, root, drawn), *checks))
+
+
+def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:
+    """Assert that barriers of all kinds hold: with several ranks as the last, and in a group without `outside`."""
+    forms: tuple[BarrierForm, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
+    last = late % rank.size
+    cases: list[tuple[int, BarrierForm, tuple[int, ...]]]
+    cases = [(latecomer, forms[0], ()) for latecomer in sorted({0, rank.size - 1, last})]
+    cases += [(last, form, ()) for form in forms[1:]]
+    for members in without(rank, outside):
+        cases += [(members[late % len(members)], form, members) for form in forms[:3]]
+    run_all(partial(assert_barrier_holds, rank, *case) for case in cases)

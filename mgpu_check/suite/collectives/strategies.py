@@ -1,10 +1,9 @@
-"""Lists of collective calls, by seed; strategies of worlds and groups for them, of programs, and shapes of meshes."""
+"""Lists of collective calls, by seed; strategies of worlds and groups for them, and of programs."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -433,14 +432,3 @@ def programs(draw: st.DrawFn) -> list[CollectiveStep]:
     ):
         machine.take(operation)
     return machine.steps
-
-
-def mesh_shapes(size: int) -> list[tuple[int, ...]]:
-    """Return all mesh shapes for `size` ranks with one to three dimensions above 1, and ``(1, size)``."""
-    shapes: list[tuple[int, ...]] = [(size,), (1, size)]
-    for leading in range(2, size):
-        if size % leading == 0:
-            shapes.append((leading, size // leading))
-            rest = size // leading
-            shapes += [(leading, second, rest // second) for second in range(2, rest) if rest % second == 0]
-    return [shape for shape in shapes if math.prod(shape) == size]

@@ -13,10 +13,9 @@ from mgpu_check.oracles.collectives.cases import CollectiveStep, Message, assert
 from mgpu_check.oracles.strategies import MORE, examples
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.suite.collectives import strategies as calls
-from mgpu_check.suite.collectives import strategies as steps
 
-ON_RANKS = "mgpu_check.suite.collectives.on_ranks"
-MATCH = "mgpu_check.suite.collectives.calls:assert_collectives_match"
+CHECKS = "mgpu_check.suite.collectives"
+MATCH = f"{CHECKS}.calls:assert_collectives_match"
 PLACES = st.sampled_from(("device", "cpu"))
 
 
@@ -89,7 +88,7 @@ def test_options_of_collectives(ranks: Ranks, size: int, seed: int, more: bool) 
 def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
     """Collectives in a group involve its members only, others keep their data, and subgroups have the right members."""
     groups = data.draw(calls.partitions(size), label="groups")
-    ranks.run(f"{ON_RANKS}:assert_groups_match", calls.in_groups(groups, seed), size=size)
+    ranks.run(f"{CHECKS}.groups:assert_groups_match", calls.in_groups(groups, seed), size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -97,7 +96,7 @@ def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None
 @given(size=calls.worlds(least=2), messages=calls.messages(), seed=calls.seeds)
 def test_messages(ranks: Ranks, size: int, messages: list[Message], seed: int) -> None:
     """Messages arrive whole, once, in order and under their tag: blocking, asynchronous, and in batches."""
-    ranks.run(f"{ON_RANKS}:assert_messages_of_all_ways_arrive", messages, seed, size=size)
+    ranks.run(f"{CHECKS}.messages:assert_messages_of_all_ways_arrive", messages, seed, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -113,7 +112,7 @@ def test_messages_from_any_source(
     ranks: Ranks, size: int, target: int, tag: int, elements: list[int], outside: int
 ) -> None:
     """`recv` without a source takes each message once, and returns the rank that sent it."""
-    ranks.run(f"{ON_RANKS}:assert_messages_from_any_source_arrive", target, tag, elements, outside, size=size)
+    ranks.run(f"{CHECKS}.messages:assert_messages_from_any_source_arrive", target, tag, elements, outside, size=size)
 
 
 @examples(8, quick=2)
@@ -122,7 +121,7 @@ def test_messages_from_any_source(
 )
 def test_object_collectives(ranks: Ranks, size: int, root: int, objects: list[object], seed: int) -> None:
     """Collectives of Python objects deliver equal objects to the right ranks, for any size and kind."""
-    ranks.run(f"{ON_RANKS}:assert_objects_travel_on_all_ways", root, objects, seed, size=size)
+    ranks.run(f"{CHECKS}.messages:assert_objects_travel_on_all_ways", root, objects, seed, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -130,44 +129,37 @@ def test_object_collectives(ranks: Ranks, size: int, root: int, objects: list[ob
 @given(size=calls.worlds(least=2), late=calls.members, outside=calls.members)
 def test_barriers(ranks: Ranks, size: int, late: int, outside: int) -> None:
     """No rank leaves `barrier`, or `monitored_barrier`, before the last one has entered it."""
-    ranks.run(f"{ON_RANKS}:assert_barriers_hold", late, outside, size=size)
+    ranks.run(f"{CHECKS}.messages:assert_barriers_hold", late, outside, size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_functional_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Functional collectives return the results of their models along each dimension, and keep their input."""
-    ranks.run(f"{ON_RANKS}:assert_functional_match_in_groups", seed, size=size)
+    ranks.run(f"{CHECKS}.functional:assert_functional_match_in_groups", seed, size=size)
 
 
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_differentiable_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Differentiable collectives give the results and gradients of the same computation in one process."""
-    ranks.run(f"{ON_RANKS}:assert_differentiable_match_in_groups", seed, size=size)
+    ranks.run(f"{CHECKS}.functional:assert_differentiable_match_in_groups", seed, size=size)
 
 
 @examples(8, quick=2)
 @given(size=calls.worlds(), dtype=st.sampled_from(("float32", "int64", "bfloat16")), seed=calls.seeds)
 def test_coalesced_collectives(ranks: Ranks, size: int, dtype: str, seed: int) -> None:
     """Coalesced collectives give the same results as separate calls for each tensor."""
-    ranks.run(f"{ON_RANKS}:assert_coalesced_match_in_groups", dtype, seed, size=size)
-
-
-@examples(8, quick=2)
-@given(size=calls.worlds())
-def test_device_meshes(ranks: Ranks, size: int) -> None:
-    """In a device mesh ranks have the right coordinates, and collectives along a dimension involve the right ranks."""
-    ranks.run(f"{ON_RANKS}:assert_meshes_match", steps.mesh_shapes(size), size=size)
+    ranks.run(f"{CHECKS}.functional:assert_coalesced_match_in_groups", dtype, seed, size=size)
 
 
 @examples(24, quick=4)
-@given(size=calls.worlds(), program=steps.programs(), dtype=st.sampled_from(("int64", "int32", "uint8")), place=PLACES)
+@given(size=calls.worlds(), program=calls.programs(), dtype=st.sampled_from(("int64", "int32", "uint8")), place=PLACES)
 def test_programs_of_collectives(
     ranks: Ranks, size: int, program: list[CollectiveStep], dtype: str, place: str
 ) -> None:
     """After each step of a program of collectives, all tensors of all ranks match a model in one process."""
-    ranks.run("mgpu_check.suite.collectives.programs:assert_program_matches", program, dtype, place, size=size)
+    ranks.run(f"{CHECKS}.programs:assert_program_matches", program, dtype, place, size=size)
 
 
 @examples(6, quick=1)
@@ -183,4 +175,4 @@ def test_world_of_one(ranks: Ranks, seed: int) -> None:
 @given(size=calls.worlds(least=2), seed=calls.seeds)
 def test_bias_of_rounding(ranks: Ranks, size: int, seed: int) -> None:
     """Sums round to nearest, without a bias towards zero or away from it (false alarms: below 1 in 10^9)."""
-    ranks.run(f"{ON_RANKS}:assert_sums_are_unbiased", seed, size=size)
+    ranks.run(f"{CHECKS}.calls:assert_sums_are_unbiased", seed, size=size)

@@ -101,8 +101,8 @@ def _wrong_mesh(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: b
             texts.append(f"{of_dimension}: the group has ranks {members}, expected {line}")
         elif calling and (text := _wrong_collectives(rank, group, members)):
             texts.append(f"{of_dimension}: {text}")
-        if mesh.get_all_groups()[dim] is not group:
-            texts.append(f"{of_dimension}: get_all_groups has another group than get_group")
+        if not mesh.get_all_groups()[dim] is mesh.get_group(dim) is group:
+            texts.append(f"{of_dimension}: get_group or get_all_groups gives another group by its number")
         # A group has its ranks in order, and the local rank is the position in the group.
         number = members.index(rank.index) if rank.index in members else None
         of_group = DeviceMesh.from_group(group, "cuda").mesh.tolist()
