@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from mgpu_check.asserts.collectives import assert_allreduce_matches
+from mgpu_check.asserts.collectives import assert_allreduce_matches, assert_contributions_kept
 from mgpu_check.errors import AllreduceMismatch
 from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts
 
@@ -125,3 +125,13 @@ def test_the_error_travels_between_processes() -> None:
         assert_allreduce_matches([EXACT[0]] * 4, EXACT)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (str(copy), copy.ranks) == (str(caught.value), caught.value.ranks)
+
+
+def test_contributions_that_changed_are_named() -> None:
+    parts = [torch.tensor([1.0, float("nan")]), torch.tensor([2.0, 3.0]), torch.tensor([0.0, 4.0])]
+    placed = [part.clone() for part in parts]
+    assert_contributions_kept(placed, parts)
+    placed[2][0] = -0.0
+    with pytest.raises(AllreduceMismatch, match="reduce_add: the input of rank 2 has changed") as caught:
+        assert_contributions_kept(placed, parts, what="reduce_add")
+    assert caught.value.ranks == (2,)

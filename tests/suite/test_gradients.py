@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from mgpu_check.asserts.models import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
+from mgpu_check.numerics.steps import MeasuredStep
+from mgpu_check.oracles.training.gradients import _assert_as_measured
 
 EXPECTED = {
     "weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
@@ -103,3 +106,25 @@ def test_there_is_no_default_tolerance() -> None:
         assert_gradients_agree(EXPECTED, EXPECTED)
     with pytest.raises(ValueError, match="no entry for weight"):
         assert_gradients_agree(EXPECTED, EXPECTED, tolerance={"bias": 0.0})
+
+
+@pytest.mark.parametrize(("granted", "right"), [(0.5, True), (0.1, False)])
+def test_what_is_off_is_measured_again_before_it_is_said(granted, right) -> None:
+    """More and larger perturbations grant what a few have passed over, and nothing else."""
+    asked = []
+
+    class Measure:
+        def provisionally(self) -> MeasuredStep[str]:
+            return self.in_full(pairs=0)
+
+        def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> MeasuredStep[str]:
+            asked.append(pairs)
+            allowed = granted if magnified > 1 else 0.01
+            return MeasuredStep({"x": torch.ones(3).double()}, {"x": torch.full((3,), allowed).double()}, {"x": 1.0})
+
+    measure: Any = Measure()
+    with contextlib.nullcontext() if right else pytest.raises(GradientMismatch, match=r"1\.29|1\.3"):
+        _assert_as_measured({"x": torch.tensor([1.0, 1.3, 1.0])}, measure)
+    assert len(asked) == 3
+    _assert_as_measured({"x": torch.ones(3)}, measure)
+    assert asked[3:] == [0], "what is right is measured once, provisionally"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mgpu_check.oracles.training import gradient_exchange, models, training_steps
@@ -18,42 +17,6 @@ def test_chunks_cover_everything_in_order() -> None:
             assert [i for piece in slices for i in range(elements)[piece]] == list(range(elements))
             sizes = [piece.stop - piece.start for piece in slices]
             assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_allreduce_by_hand(count) -> None:
-    data = [torch.full((2, 3), float(10**index)) for index in range(count)]
-    gradient_exchange.allreduce(data)
-    assert all(torch.equal(tensor, torch.full((2, 3), float(sum(10**i for i in range(count))))) for tensor in data)
-
-
-@pytest.mark.parametrize(("batch", "devices"), [(8, 1), (8, 4), (7, 3), (2, 3)])
-def test_step_by_hand_is_the_step_on_one_device(batch, devices) -> None:
-    torch.manual_seed(0)
-    start = {name: value.double() for name, value in models.lenet_parameters(0.05).items()}
-    images, labels = torch.randn(batch, 1, 28, 28).double(), torch.randint(0, 10, (batch,))
-    (alone,) = training_steps.replicate(start, [CPU])
-    (training_steps.summed_loss(models.lenet(images, alone), labels) / batch).backward()
-    replicas = training_steps.replicate(start, [CPU] * devices)
-    training_steps.train_batch(models.lenet, replicas, images, labels, rate=0.1)
-    for replica in replicas:
-        for name, parameter in replica.items():
-            expected = alone[name]
-            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-15)
-            torch.testing.assert_close(parameter, expected - 0.1 * expected.grad, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("windows", [1, 2, 3, 9])
-def test_accumulation_is_the_whole_batch(windows) -> None:
-    torch.manual_seed(0)
-    one, other = models.mlp().double(), models.mlp().double()
-    other.load_state_dict(one.state_dict())
-    x, y = torch.randn(7, 6).double(), torch.randint(0, 4, (7,))
-    training_steps.train_step(one, torch.optim.SGD(one.parameters(), lr=0.1), x, y)
-    parts = list(zip(training_steps.split(x, windows), training_steps.split(y, windows), strict=True))
-    training_steps.accumulated_step(other, torch.optim.SGD(other.parameters(), lr=0.1), parts, 7)
-    for name, value in training_steps.observed(one).items():
-        torch.testing.assert_close(training_steps.observed(other)[name], value, rtol=1e-12, atol=1e-15)
 
 
 def test_shardwise_normalises_each_shard_by_itself() -> None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from mgpu_check.devices.inventory import visible_devices
 from mgpu_check.errors import DeviceEnumerationError
-from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.fixtures import visibility
 from mgpu_check.suite.fixtures.visibility import Sight, assert_visible_devices_honoured, visible_subsets
-
-
-@pytest.fixture
-def uuids() -> Iterator[list[str]]:
-    with simulated_node(3):
-        yield [device.uuid for device in visible_devices()]
 
 
 def sight(uuids: Sequence[str]) -> Sight:
@@ -33,10 +25,6 @@ def test_values_that_are_tried() -> None:
     ]
     assert visible_subsets(["0"]) == [("0", [0]), ("0", [0]), ("", []), ("0,-1,0", [0])]
     assert visible_subsets(["3", "GPU-7"])[0] == ("GPU-7,3", [1, 0])
-
-
-def test_simulated_processes_honour_it(uuids: list[str]) -> None:
-    assert_visible_devices_honoured(uuids)
 
 
 def test_ignoring_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
