@@ -169,17 +169,6 @@ def test_a_refused_control_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("node")
-def test_arrivals() -> None:
-    source = torch.tensor([1.0, float("nan"), -0.0])
-    there = torch.zeros(3, device="cuda:1")
-    checks.assert_arrives(source, there, there.copy_(source))
-    with pytest.raises(DeviceMismatch, match=r"a copy from cpu .* to cuda:1 .* expected it on cuda:1"):
-        checks.assert_arrives(source, there, source)
-    with pytest.raises(DeviceMismatch, match="expected tensor"):
-        checks.assert_arrives(source, there, there.abs())
-
-
-@pytest.mark.usefixtures("node")
 def test_on_modules() -> None:
     with raises_device_mismatch("cuda:1", "cpu"):
         nn.Linear(3, 2).to("cuda:1")(torch.ones(4, 3))

@@ -69,10 +69,6 @@ register(
         "one bit of the result is flipped on the last rank, after all_reduce and broadcast", _OPERATIONS,
         returned(dist, "all_reduce", "broadcast"),
         lambda work, tensor, *_, **__: _flip_lowest_bit(tensor) if is_last() else None),
-    FaultRow("group-counts-a-member-twice", "a group's all_reduce counts its first member twice",
-        "test_all_reduce_in_a_group", given(dist, "all_reduce"),
-        lambda tensor, op=None, group=None, **_:
-            tensor.mul_(2) if group is not None and dist.get_rank(group) == 0 else None),
     # With two tensors the sum is a new tensor.
     FaultRow("contribution-added-to", "reduce_add adds up in place, in the input of its own device", _ON_DEVICES,
         returned(comm, "reduce_add"),

@@ -82,19 +82,6 @@ def assert_recipe_matches(rank: Rank, name: str, data: Contributions, placement:
     assert_allreduce_matches({rank.index: tensor}, terms, what=name)
 
 
-def assert_all_reduce_in_a_group_matches(rank: Rank, members: Sequence[int], data: Contributions) -> None:
-    """Assert that `dist.all_reduce` in a group sums over its members, and leaves the data of other ranks unchanged."""
-    terms, tensor = _contributed(rank, data)
-    group = dist.new_group(list(members))
-    if rank.index not in members:
-        assert_allreduce_matches([tensor], [terms[rank.index]], what=f"a rank outside of the group {members}")
-        return
-    dist.all_reduce(tensor, group=group)
-    results, chosen = {members.index(rank.index): tensor}, [terms[member] for member in members]
-    assert_allreduce_matches(results, chosen, what=f"dist.all_reduce in the group {members}")
-    dist.destroy_process_group(group)
-
-
 _SHAPE = (2, 3, 4, 5)  # a shape of four dimensions, because these support every layout
 
 

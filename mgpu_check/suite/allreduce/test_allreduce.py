@@ -119,15 +119,3 @@ def test_tree_allreduce(ranks: Ranks, size: int, data: Contributions, place: str
 def test_reduce_then_broadcast(ranks: Ranks, size: int, root: int, data: Contributions, place: str) -> None:
     """`dist.reduce` to any rank, and `dist.broadcast` from there, leave the sum on every rank."""
     ranks.run(f"{CHECKS}:assert_recipe_matches", "reduce_broadcast", data, place, root % size, size=size)
-
-
-@examples(12)
-@given(size=strategies.world_sizes(), chosen=st.sets(st.integers(0, 63), min_size=1), data=contributions(layouts=DENSE))
-def test_all_reduce_in_a_group(ranks: Ranks, size: int, chosen: set[int], data: Contributions) -> None:
-    """`dist.all_reduce` in a group sums over its members, and leaves all other ranks alone."""
-    ranks.run(
-        f"{CHECKS}:assert_all_reduce_in_a_group_matches",
-        sorted({member % size for member in chosen}),
-        data,
-        size=size,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,7 +12,6 @@ from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.mismatch import raises_device_mismatch, refusal
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.devices.mixed_operands import OPERATORS, Operands, OperatorCase
-from mgpu_check.oracles.tensors import DTYPES, TensorSpec
 from mgpu_check.torch_hooks.tensors import indices_of
 
 _CPU = torch.device("cpu")
@@ -68,24 +66,6 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
         if common and not all(common & {case.first, case.second} for case in cases):
             text += f"; all of them have an operand on {' and one on '.join(sorted(common))}"
     raise DeviceMismatch(text, ranks=sorted({rank for _, error in failures for rank in error.ranks})) from earliest
-
-
-def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
-    """Assert that `copied`, the copy of `source` over `target`, has the source's bits on the target's device. Both
-    tensors have one shape and dtype, in any layouts, on any devices."""
-    subject = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
-    _require(subject, copied, source, target.device)
-
-
-def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, ...], layout: str, seed: int) -> None:
-    """Assert what `assert_arrives` asserts of `copy_` into `layout`, if the shape allows it, and of `to`, in every
-    dtype, between any two devices and the CPU."""
-    for dtype in DTYPES:
-        spec = TensorSpec(shape, dtype, seed=seed, values="special")
-        for source_device, target_device in itertools.permutations(("cpu", *map(str, devices)), 2):
-            source, target = spec.build(source_device), spec.like(layout).build(target_device).zero_()
-            assert_arrives(source, target, target.copy_(source))
-            assert_arrives(source, target, source.to(target_device))
 
 
 def assert_data_parallel_refuses(devices: Sequence[torch.device], rows: int) -> None:

@@ -130,14 +130,6 @@ def parameters_loaded_in_part(load: Any, module: nn.Module, state: Any, *args: A
     return result
 
 
-@fault("copies from a GPU go through bfloat16", "test_copies_keep_every_bit", by=around(Tensor, "copy_"))
-def copies_rounded(copy: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Wider numbers lose bits."""
-    if source.device == x.device or not source.is_cuda:
-        return NotImplemented
-    return copy(x, source.bfloat16().to(source.dtype), *args, **kwargs)
-
-
 @fault("DataParallel moves a module that is on the wrong device", "test_data_parallel_wants_its_first_device",
        by=around(nn.DataParallel, "forward"))  # fmt: skip
 def data_parallel_fetches_its_module(_: Any, model: nn.DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,11 +140,6 @@ def data_parallel_fetches_its_module(_: Any, model: nn.DataParallel[Any], *args:
 
 register(
     __name__,
-    FaultRow("negative-zeros-lost-on-the-way", "copies from the last device lose the sign of -0",
-        "test_copies_keep_every_bit", around(Tensor, "copy_"),
-        lambda copy, x, source, *args, **kwargs: copy(x, source.where(source != 0, 0.0), *args, **kwargs),
-        call("one device, -0 in floats", lambda x, source, *_, **__: (
-            on(source, last()) and source.is_floating_point() and source.device != x.device))),
     # They run on the first operand's device, at the cost of copies.
     FaultRow("silently-copied", "operands on different devices are copied together silently",
         "test_operators_refuse_operands_apart",

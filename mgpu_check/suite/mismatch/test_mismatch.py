@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.engine.rank_side.rank import NamedFunction
@@ -47,15 +47,6 @@ def test_cpu_scalars_and_indices_work(gpus: Gpus, table: OperatorTable) -> None:
 def test_copies_cross_devices(gpus: Gpus, table: OperatorTable) -> None:
     """Copies work between any two devices: copy_, assignment to a slice, to, load_state_dict."""
     NamedFunction(f"{CHECKS}:assert_each_works")(table.cases())
-
-
-@examples(20, quick=2)
-@given(shape=strategies.shapes(max_dims=3), layout=strategies.layouts(1), seed=strategies.seeds())
-@example(shape=(5, 7), layout="contiguous", seed=0)
-@example(shape=(5, 7), layout="strided", seed=0)
-def test_copies_keep_every_bit(gpus: Gpus, shape: tuple[int, ...], layout: str, seed: int) -> None:
-    """A copy to another device keeps the bits of the source, for any dtype and layouts."""
-    NamedFunction(f"{CHECKS}:assert_copies_keep_bits")(gpus, shape, layout, seed)
 
 
 @pytest.mark.gpus(2)
