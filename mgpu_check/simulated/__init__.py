@@ -1,7 +1,7 @@
 """Simulate a node with N CUDA devices in software, on one backing device.
 
 1. `activation.py` enters a `node.py`, and replaces what names a device: `factories.py`, `tensor_methods.py`, `cuda/`.
-2. A tensor of a simulated device is a `tensor.py` around a tensor of the backing device, in a `storage.py`.
+2. A tensor of a simulated device is a `tensor.py` around a tensor of the backing device.
 3. `dispatch.py` runs each operator: it checks the devices as CUDA does, runs it (`operators/` where CUDA's differs),
    and tags the results. `transfer.py` moves tensors, `distributed/` runs collectives and data parallelism.
 4. `hardware.py` is below all of them: healthy, or with the defects of `defects/`.

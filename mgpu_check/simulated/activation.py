@@ -37,8 +37,7 @@ from mgpu_check.simulated.operators.attention import install_attention
 from mgpu_check.simulated.operators.autograd import install_autocast, install_functions
 from mgpu_check.simulated.operators.generators import ambient_generator, device_generators, install_random
 from mgpu_check.simulated.operators.kernels import install_composites
-from mgpu_check.simulated.storage import install_storage
-from mgpu_check.simulated.tensor import tag
+from mgpu_check.simulated.tensor import install_storage, tag
 from mgpu_check.simulated.tensor_methods import install_methods, install_modules, install_wrappers
 from mgpu_check.simulated.transfer import on_host_copy
 from mgpu_check.torch_hooks.patches import Patches, around

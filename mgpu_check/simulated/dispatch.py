@@ -16,7 +16,8 @@ from importlib import resources
 
 import torch
 
-from mgpu_check.simulated import hardware, storage
+from mgpu_check.simulated import hardware
+from mgpu_check.simulated import tensor as storage
 from mgpu_check.simulated.distributed import collectives
 from mgpu_check.simulated.node import active_node
 from mgpu_check.simulated.operators import kernels

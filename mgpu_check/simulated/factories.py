@@ -17,8 +17,7 @@ from mgpu_check.simulated.cuda.graphs import recorder_of
 from mgpu_check.simulated.cuda.streams import host_waits
 from mgpu_check.simulated.node import BLOCK, active_node, refused, simulated_device
 from mgpu_check.simulated.operators.generators import drawing
-from mgpu_check.simulated.storage import EMPTY, never_written, require
-from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor, raw, tag
+from mgpu_check.simulated.tensor import EMPTY, TYPE_NAMES, SimulatedTensor, never_written, raw, require, tag
 from mgpu_check.simulated.tensor_methods import convert_local
 from mgpu_check.simulated.transfer import move
 from mgpu_check.torch_hooks.patches import Patches, around

@@ -23,7 +23,7 @@ from mgpu_check.diagnosis.observations import (
     Result,
 )
 from mgpu_check.diagnosis.report import Attempts
-from mgpu_check.diagnosis.rules import collectives, data, decisions, factors, gradients, optimizers
+from mgpu_check.diagnosis.rules import collectives, data, decisions, factors, gradients, training_state
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.explanation.evidence import evidence_of
 from mgpu_check.gates.explanation.investigation import SecondLook
@@ -280,7 +280,7 @@ def test_other_settings_explain_the_only_step(decay, wrong, steps, named):
     seen = [ObservedRun(values=values, settings=settings, optimizer_steps=steps) for settings in of_ranks]
     found = case(*seen, traces=(RankTrace(), RankTrace()), relations=relations)
     found.expected.single.settings, found.expected.single.optimizer_steps = of_ranks[0], steps
-    said = optimizers.makes_something_else(found)
+    said = training_state.makes_something_else(found)
     assert ("weight_decay of a is 0.3 on rank 1" in str(said)) is named
 
 

@@ -22,15 +22,14 @@ from mgpu_check.diagnosis.registry import (
 )
 from mgpu_check.diagnosis.report import Attempts, Finding
 from mgpu_check.diagnosis.rules import (
-    checkpoints,
     clause,
     collectives,
     data,
     decisions,
     factors,
     gradients,
-    optimizers,
     statistics,
+    training_state,
 )
 
 _Evidence = TypeVar("_Evidence")
@@ -81,7 +80,7 @@ RULES = on_evidence.in_order(
     decisions.kept_on_some,
     decisions.calls_models_apart,
     decisions.decides_for_its_parameters,
-    optimizers.steps_other_tensors,
+    training_state.steps_other_tensors,
     # A change to one call makes the step right.
     decisions.right_with_numbers_of_rank_0,
     collectives.right_with_a_term_scaled,
@@ -134,12 +133,12 @@ RULES = on_evidence.in_order(
     data.counted_by_every_rank,
     factors.off_by_micro_batches,
     data.samples_several_times,
-    optimizers.optimizes_its_own,  # before a mean of parts, which averaged parameters also fit
+    training_state.optimizes_its_own,  # before a mean of parts, which averaged parameters also fit
     statistics.takes_parts_for_the_batch,
     statistics.mean_of_parts,
     # The gradients of the first step with wrong parameters are right.
-    optimizers.starts_anew,
-    optimizers.makes_something_else,
+    training_state.starts_anew,
+    training_state.makes_something_else,
     clause("optimizer-differs", "updates"),
     # Several mistakes explain this evidence.
     statistics.norm_of_shards,
@@ -194,17 +193,17 @@ RULES_OF_LOADERS = on_loader.in_order(
 """The rules on the order of samples in all epochs of a loader."""
 
 RULES_OF_CHECKPOINTS = on_checkpoint.in_order(
-    checkpoints.resharded_wrongly,  # before lost entries: the values are there, and in the wrong places
-    checkpoints.has_parts_of_other_steps,
+    training_state.resharded_wrongly,  # before lost entries: the values are there, and in the wrong places
+    training_state.has_parts_of_other_steps,
     # Before lost entries: after a load on some ranks, the same entries are lost on the others.
-    checkpoints.loaded_on_some,
-    checkpoints.goes_on_in_another_epoch,
-    checkpoints.loaded_on_none,
-    checkpoints.numbers_of_rank_0,
-    checkpoints.state_of_rank_0,  # after other lost state: state of rank 0 on all ranks may be harmless
-    checkpoints.ranks_part_ways,  # from here on nothing was lost, or it was not observed: the end of the run decides
-    checkpoints.not_in_the_state,
-    checkpoints.differs_at_the_end,
+    training_state.loaded_on_some,
+    training_state.goes_on_in_another_epoch,
+    training_state.loaded_on_none,
+    training_state.numbers_of_rank_0,
+    training_state.state_of_rank_0,  # after other lost state: state of rank 0 on all ranks may be harmless
+    training_state.ranks_part_ways,  # from here on nothing was lost, or it was not observed: the end of the run decides
+    training_state.not_in_the_state,
+    training_state.differs_at_the_end,
 )
 """The rules on a resumed run."""
 

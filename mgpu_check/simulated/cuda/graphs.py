@@ -27,8 +27,7 @@ from mgpu_check.simulated.cuda.streams import Capture, Stream, as_on, chosen_str
 from mgpu_check.simulated.distributed.collectives import wait_pending
 from mgpu_check.simulated.node import BLOCK, cuda_error, refused
 from mgpu_check.simulated.operators.generators import Draws
-from mgpu_check.simulated.storage import EMPTY, bytes_of, never_written
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
+from mgpu_check.simulated.tensor import EMPTY, SimulatedTensor, bytes_of, never_written, raw, tag, tensors_in
 from mgpu_check.torch_hooks.patches import Patches
 
 # Operators whose schemas do not declare all written arguments: the running statistics.
