@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -309,7 +308,6 @@ register(
 
 guards = caught_by("test_guards_restore")
 threads = caught_by("test_threads_have_their_own_device")
-waiting = caught_by("test_host_waits_for_streams")
 
 OTHER_CURRENT = "another current device"
 FOREIGN_STREAMS = "streams of a device that is not current"
@@ -389,19 +387,6 @@ def threads_inherit_the_device(start: Any, thread: threading.Thread) -> None:
     start(thread)
 
 
-@waiting("an event that is recorded again keeps its first recording", entered, "from its second record on")
-def events_recorded_once() -> Any:
-    """Loops that reuse one event in each step wait only for the first recording."""
-    recorded: WeakSet[torch.cuda.Event] = WeakSet()
-
-    def record(real: Any, event: torch.cuda.Event, *stream: Any) -> None:
-        if event not in recorded:
-            recorded.add(event)
-            real(event, *stream)
-
-    return around(torch.cuda.Event, "record")(record)
-
-
 @fault("record_stream does not keep the memory from reuse", "test_streams_wait_for_each_other", by=entered,
        when="above 64 KiB")  # fmt: skip
 def memory_in_use_given_away() -> Any:
@@ -430,19 +415,4 @@ register(
     FaultRow("devices-as-text-misread", "set_device with a string sets the first device",
         "test_cuda_follows_the_current_device", around(torch.cuda, "set_device"), lambda set_device, _: set_device(0),
         first("devices given as strings", lambda device: isinstance(device, str))),
-    FaultRow("other-streams-not-waited-for", "torch.cuda.synchronize waits for the default stream only",
-        "test_host_waits_for_streams", around(torch.cuda, "synchronize"),
-        lambda _, device=None: torch.cuda.default_stream(device).synchronize(), "streams other than the default one"),
-    # Work queued before the event may still run.
-    FaultRow("events-not-waited-for", "Event.synchronize returns at once on one device", "test_host_waits_for_streams",
-        around(torch.cuda.Event, "synchronize"), lambda *_: None,
-        first("one device", lambda event: event.device.index == last())),
-    # The second stream starts at once.
-    FaultRow("streams-do-not-wait", "wait_stream between two streams of one device does nothing",
-        "test_host_waits_for_streams", around(torch.cuda.Stream, "wait_stream"), lambda *_: None,
-        call("two streams of one device", lambda stream, awaited: stream.device == awaited.device)),
-    # Losses are read, and results are copied, before a side stream has written them.
-    FaultRow("default-stream-does-not-wait", "the default stream of one device waits for no stream",
-        "test_host_waits_for_streams", around(torch.cuda.Stream, "wait_stream"), lambda *_: None,
-        call("the default stream, one device", lambda stream, _: stream == torch.cuda.default_stream(last()))),
 )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
-from mgpu_check.oracles.generated_data import anything, significands
+from mgpu_check.oracles.generated_data import anything
 from mgpu_check.torch_hooks.tensors import indices_of
 
 
@@ -271,57 +271,6 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> None:
 
 _CYCLES = 2_000_000  # cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early
 _ELEMENTS = (1 << 16) + 3
-
-Wait = Callable[[torch.cuda.Stream, torch.cuda.Event], object]
-
-
-def _behind(
-    wait: Callable[[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Stream], object],
-    make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream,
-) -> Wait:
-    """Return a wait of the host for a second stream, which waits for the first; `make` returns the second."""
-
-    def waits(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        second = make(stream.device)
-        wait(stream, event, second)
-        second.synchronize()
-
-    return waits
-
-
-_HOST: dict[str, Wait] = {
-    "Stream.synchronize": lambda stream, event: stream.synchronize(),
-    "Event.synchronize": lambda stream, event: event.synchronize(),
-    "torch.cuda.synchronize": lambda stream, event: torch.cuda.synchronize(stream.device),
-    "Stream.wait_stream": _behind(lambda stream, event, second: second.wait_stream(stream)),
-    "Stream.wait_stream of the default stream": _behind(
-        lambda stream, event, second: second.wait_stream(stream), torch.cuda.default_stream
-    ),
-    "Stream.wait_event": _behind(lambda stream, event, second: second.wait_event(event)),
-    "Event.wait": _behind(lambda stream, event, second: event.wait(second)),
-}
-
-
-def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> None:
-    """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory behind slow work."""
-    errors: list[WrongCase] = []
-    data = significands((_ELEMENTS,), torch.float32, seed)
-    for device in devices:
-        source = data.to(device)
-        for name, wait in _HOST.items():
-            target = torch.empty_like(data, pin_memory=True)
-            stream, event = torch.cuda.Stream(device), torch.cuda.Event()
-            stream.wait_stream(torch.cuda.current_stream(device))
-            event.record(stream)  # recorded again below: a wait must wait for the last record
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(_CYCLES)
-                target.copy_(source * 2, non_blocking=True)
-                event.record(stream)
-            wait(stream, event)
-            if message := difference(target, data * 2, "values"):
-                errors.append(WrongCase(device, f"a copy after {name}", message))
-    if errors:
-        raise named_wrong(errors, devices, len(_HOST), "the queued data")
 
 
 def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:

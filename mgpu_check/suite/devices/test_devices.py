@@ -69,13 +69,6 @@ def test_threads_have_their_own_device(gpus: Gpus) -> None:
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
-def test_host_waits_for_streams(gpus: Gpus, seed: int) -> None:
-    """After a wait for a stream, an event, or a stream that depends on them, the host sees the queued work done."""
-    NamedFunction(f"{STREAMS}:assert_host_waits")(gpus, seed)
-
-
-@examples(4, quick=1)
-@given(seed=strategies.seeds())
 def test_streams_wait_for_each_other(gpus: Gpus, seed: int) -> None:
     """A stream that waits for a stream of any device sees its writes, and memory in use is not allocated again."""
     NamedFunction(f"{STREAMS}:assert_devices_wait")(gpus, seed)
