@@ -257,12 +257,6 @@ def first(text: str, holds: Callable[[Any], bool]) -> When:
     return When(text, lambda real, *args, **kwargs: bool(args) and holds(args[0]))
 
 
-def dtype_on_device(*dtypes: torch.dtype, text: str = "") -> When:
-    """Return the condition that the first argument is a tensor of one of the dtypes, on a device."""
-    words = text or " and ".join(map(name_of, dtypes))
-    return first(words, lambda x: isinstance(x, torch.Tensor) and x.is_cuda and (not dtypes or x.dtype in dtypes))
-
-
 def one_device(*dtypes: torch.dtype, text: str = "") -> When:
     """Return the condition that the first argument is a tensor on the last device, of a given dtype if any is."""
     words = text or ", ".join(filter(None, ("one device", " and ".join(map(name_of, dtypes)))))
