@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from mgpu_check.acceptance.findings import KINDS, SEVERITIES, identify, judged, 
 from mgpu_check.acceptance.health.checks import examine_troubles
 from mgpu_check.acceptance.node import observations_of
 from mgpu_check.acceptance.plan import read_policy
-from mgpu_check.acceptance.report.summary import lines
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.sampler import Trouble, TroubleKind
 from mgpu_check.engine.failures import Account, Died, Who
 from mgpu_check.errors import RankFailure
-from tests.acceptance import run_reports
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
 CHANGED: dict[str, Any] = {"changed from": 18}
@@ -159,10 +156,3 @@ def test_a_policy_decides_on_the_verdict_of_a_run(command: Callable[..., str], t
     (finding,) = json.loads((tmp_path / "node.json").read_text())["findings"]
     assert (finding["id"], finding["severity"], finding["action"]) == ("MGPU-SRAM-THRESHOLD", "replace", "replace-gpu")
     assert (finding["ruling"], finding["subject"]) == ("warn", {"kind": "gpu", "members": [1]})
-
-
-def test_many_warnings_are_eight_lines() -> None:
-    seen = [judged(entry("inventory", Subject("gpu", (n,)), field="persistence"), {}) for n in range(30)]
-    told = lines(replace(run_reports.good(), findings=tuple(listed(seen))))
-    assert told[0].endswith("8 checks; 30 warnings")
-    assert sum("MGPU-PERSISTENCE-MODE" in line for line in told) == 7 and "  … and 23 more" in told

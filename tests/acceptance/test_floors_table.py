@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mgpu_check.acceptance import references
-from mgpu_check.acceptance.documents import read_document
 from mgpu_check.acceptance.references import TABLE, packaged_floors
 from tests.acceptance.floors_lint import lint_floors
 
@@ -75,31 +74,3 @@ def test_what_is_listed_twice_or_without_floors_is_found():
     ]
     none = lint_floors(references.FLOORS_FORM.decoded({**OWN, "skus": [{**sku, "floors": []}]}, "t.json"))
     assert none == ["NVIDIA H200: the model has no floors"]
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"skus": None}, r"t\.json: skus is null; give a list\. floors_of_skus\.json in the package is such a file"),
-        ({"skus": [{}]}, r"t\.json: skus\[0\]\.names is missing; give a list of at least one text"),
-        ({"skus": [{"names": ["M"]}]}, r"skus\[0\]\.pcie is missing; give an object with generation, width, source or null"),
-        ({"skus": [{"names": []}]}, r"skus\[0\]\.names is \[\]; give a list of at least one text"),
-        ({"skus": [{"names": ["M"], "pcie": {}}]}, r"skus\[0\]\.pcie\.generation is missing; give an integer of at least 1"),
-        ({"skus": [{"pcie": None, "names": ["M"], "floors": [{}]}]}, r"skus\[0\]\.floors\[0\]\.subject is missing; give one of gpu"),
-        ({"skus": [{"pcie": None, "names": ["M"], "floors": [{**OWN["skus"][0]["floors"][0], "fraction": 0.0}]}]},
-         r"floors\[0\]\.fraction is 0\.0; give a finite number above 0"),
-        ({"measured_by": {"x": []}}, r"measured_by\.x is \[\]; give a list of at least one text"),
-    ],
-)  # fmt: skip
-def test_errors_of_a_table_name_the_key(change, error):
-    with pytest.raises(ValueError, match=error):
-        references.FLOORS_FORM.decoded({**OWN, **change}, "t.json")
-
-
-def test_a_whole_number_may_be_written_in_any_way(tmp_path):
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 1.6e1'))
-    assert references.FLOORS_FORM.decoded(read_document(path), "t.json").skus == packaged_floors().skus
-    path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 16.5'))
-    with pytest.raises(ValueError, match=r"pcie\.width is 16\.5; give an integer of at least 1"):
-        references.FLOORS_FORM.decoded(read_document(path), "t.json")

@@ -96,17 +96,6 @@ def test_progress_time_left_and_the_verdict_so_far():
     assert run.terminal.written[-2:] == [("live", ""), ("back", "")]
 
 
-def test_a_terminal_is_not_written_to_more_than_ten_times_a_second_nor_beyond_its_width():
-    run = Run(isatty=True, width=30)
-    run.live.pytest_runtest_logstart(NAMES[0])
-    before = len(run.terminal.written)
-    for _ in range(100):
-        run.now += 0.0101
-        run.live.heard([seen("passed")])
-    assert 9 <= len(run.terminal.written) - before <= 11
-    assert all(len(text) < 30 for kind, text in run.terminal.written)
-
-
 def test_a_log_has_a_line_for_each_check_and_one_a_minute():
     run = Run(isatty=False)
     run.test(NAMES[0], 5.0, seen("passed"), seen("skipped"))
@@ -121,46 +110,12 @@ def test_a_log_has_a_line_for_each_check_and_one_a_minute():
     assert run.terminal.written[-1] == ("red", "memory: GPU 1: wrong")  # the first one is shown at once
 
 
-def test_what_stays_begins_in_the_first_column():
-    """The codes that erase the line leave the cursor at its end."""
-    run = Run(isatty=True)
-    run.live.phase("looks at the GPUs")
-    run.live.heard([seen("failed")])
-    place = run.terminal.written.index(("red", "memory: GPU 0: wrong"))
-    assert run.terminal.written[place - 2 : place] == [("live", ""), ("back", "")]
-
-
 def test_the_time_left_is_not_guessed_from_one_test_of_many():
     live = Live(None, {f"test_links.py::test_{n}": "links" for n in range(20)})
     for n in range(4):
         assert (live.left() is None) == (n < 3)
         live.pytest_runtest_logstart(f"test_links.py::test_{n}")
         live.pytest_runtest_logfinish(f"test_links.py::test_{n}")
-
-
-def test_without_a_terminal_nothing_is_written(capsys):
-    live = Live(None, TESTS)
-    live.pytest_runtest_logstart(NAMES[0])
-    live.heard([seen("failed")])
-    live.pytest_runtest_logfinish(NAMES[0])
-    live.end()
-    assert capsys.readouterr() == ("", "")
-
-
-def test_pytest_prints_no_letters_for_its_tests_and_those_of_others_as_ever():
-    live = Live(None, TESTS)
-
-    for name, when, outcome, status in (
-        (NAMES[0], "call", "failed", ("failed", "", "failed")),
-        (NAMES[0], "call", "passed", ("passed", "", "passed")),
-        (NAMES[0], "setup", "passed", ("", "", "")),
-        (NAMES[0], "teardown", "passed", ("", "", "")),
-        (NAMES[0], "setup", "skipped", ("skipped", "", "skipped")),
-        (NAMES[0], "setup", "failed", None),
-        ("other.py::test", "call", "passed", None),
-    ):
-        report = pytest.TestReport(name, ("", None, ""), {}, outcome, None, when)  # type: ignore[arg-type]
-        assert live.pytest_report_teststatus(report) == status
 
 
 def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(tmp_path: Path) -> None:

@@ -190,20 +190,6 @@ def test_it_stays_below_what_github_shows():
     assert re.search(r"… \d+ more rows are left out: the summary would be too large for GitHub\.", content)
 
 
-def test_the_three_spellings(run, pytester, monkeypatch):
-    pytester.makepyfile(test_it="def test_a(): pass")
-    pytester.makeini("[pytest]\ngpu_report =\n    one.md\n    two.md\n")
-    run()
-    assert [path.name for path in sorted(pytester.path.glob("*.md"))] == ["one.md", "two.md"]
-    monkeypatch.setenv("MGPU_CHECK_GPU_REPORT", "three.md")
-    run()
-    assert pytester.path.joinpath("three.md").exists()
-    run("--gpu-report=four.md", "--gpu-report=sub/five.MD")
-    assert {path.name for path in pytester.path.rglob("*.[mM][dD]")} == {
-        f"{n}.md" for n in ("one", "two", "three", "four")
-    } | {"five.MD"}
-
-
 def test_a_file_that_cannot_be_written_is_a_usage_error(run, pytester):
     pytester.path.joinpath("file").write_text("")
     pytester.mkdir("directory.md")

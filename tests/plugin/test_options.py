@@ -67,12 +67,6 @@ def test_conftests_above_the_root_stay_unread(run, pytester):
     result.assert_outcomes(passed=1)
 
 
-def test_simulated_stands_in_the_last_line_of_a_run_that_stops_early(run, pytester):
-    pytester.makepyfile("def test_a(gpus): assert 0\ndef test_b(gpus): pass")
-    result = run("--gpus=2", "--simulate", "-x")
-    result.stdout.fnmatch_lines(["*1 failed*2 SIMULATED GPUs*"])
-
-
 def test_output_of_ranks_on_a_terminal_of_another_encoding(run, pytester):
     pytester.makeconftest("import sys\nsys.stdout.reconfigure(encoding='ascii')")  # as by PYTHONIOENCODING
     pytester.makepyfile("def test_a(ranks): ranks.run(lambda: __import__('os').write(1, 'é\\n'.encode()), size=1)")

@@ -102,21 +102,6 @@ def test_a_debugger_in_a_rank_is_refused(run, pytester):
     )
 
 
-def test_a_debugger_of_the_users_choice_is_called(run, pytester, monkeypatch):
-    monkeypatch.setenv("PYTHONBREAKPOINT", "remote.called")
-    pytester.makepyfile(
-        remote="def called(): print('A DEBUGGER THAT LISTENS')",
-        test_it="""
-        import pytest
-        @pytest.mark.ranks(1)
-        def test_it(rank):
-            breakpoint()
-            assert False
-        """,
-    )
-    run(*GPUS).stdout.fnmatch_lines(["A DEBUGGER THAT LISTENS"])
-
-
 def test_trace_is_refused_where_it_would_step_through_the_engine(typed, pytester):
     pytester.makepyfile(
         test_it="""
