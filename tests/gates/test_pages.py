@@ -21,7 +21,10 @@ WEEKLY = {
     *("expert-gradients-factor", "loss-term-factor", "memory-formats-differ", "optimizer-differs", "padding-counted"),
     *("positions-restart", "reduced-again", "set-order", "stale-gradients", "wrong-process-group"),
     *("opposite-sign", "recomputation-differs", "updated-too-often", "random-numbers-per-rank"),
-    *("gradients-not-synchronized", "world-size-factor", "accumulation-factor", "decision-per-rank"),
+    *("gradients-not-synchronized", "world-size-factor", "accumulation-factor", "decision-per-rank", "mean-of-means"),
+    *("buffers-drift", "dataset-not-split", "epochs-not-reshuffled", "evaluation-differs", "not-waited"),
+    *("resharded-wrongly", "restored-on-one-rank", "samples-missed", "split-differs-between-ranks"),
+    *("state-not-restored", "value-of-one-rank"),
 }
 """Other tests of gates name these mistakes, and each of these pages takes seconds."""
 
