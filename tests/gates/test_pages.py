@@ -24,7 +24,7 @@ WEEKLY = {
     *("gradients-not-synchronized", "world-size-factor", "accumulation-factor", "decision-per-rank", "mean-of-means"),
     *("buffers-drift", "dataset-not-split", "epochs-not-reshuffled", "evaluation-differs", "not-waited"),
     *("resharded-wrongly", "restored-on-one-rank", "samples-missed", "split-differs-between-ranks"),
-    *("state-not-restored", "value-of-one-rank"),
+    *("gathered-in-other-order", "state-not-restored", "uneven-steps", "value-of-one-rank", "wrong-reduction"),
 }
 """Other tests of gates name these mistakes, and each of these pages takes seconds."""
 
