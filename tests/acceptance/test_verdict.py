@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mgpu_check.acceptance.comparison import vote
 from mgpu_check.acceptance.verdict import evidence_lines, explain
 from mgpu_check.devices.observations import EXCHANGED, Observation, Part, Subject, SubjectKind
 
@@ -306,3 +307,14 @@ def test_a_check_that_all_gpus_of_a_host_fail_accuses_the_host() -> None:
     several = [("compute", Subject("gpu", (0,))), ("memory", Subject("gpu", (1,))), ("compute", Subject("gpu", (2,)))]
     assert parts(run(3, *several), (0, 0, 0)) == {Part("gpu", (gpu,)) for gpu in range(3)}, "they fail different checks"
     assert parts(run(8, *several[:2])) == {Part("gpu", (0,)), Part("gpu", (1,))}
+
+
+@given(st.lists(st.integers(0, 3), max_size=9))
+def test_a_majority_is_never_odd(values):
+    ballots = dict(enumerate(values))
+    for result in vote(ballots, dict.fromkeys(ballots, "A")):
+        if result.decided:
+            assert 2 * sum(value == result.usual for value in values) > len(values)
+            assert {ballots[gpu] == result.usual for gpu in result.odd} == {False}
+        else:
+            assert result.odd == result.voters

@@ -1,14 +1,21 @@
-"""Facts about a process, read from outside."""
+"""Facts about a process, read from outside; its heap; and what it may use of the host, also in a container."""
 
 from __future__ import annotations
 
+import itertools
+import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
+
+import pytest
+import torch
 
 from mgpu_check.engine.process import Process
+from mgpu_check.processes import machine
 from mgpu_check.processes.channel import Channel, Clock
 from mgpu_check.processes.child_processes import STACKS_SIGNAL
 
@@ -59,3 +66,42 @@ def test_stacks_are_waited_for_to_their_end_however_long_the_process_is_held_up(
             writer.kill()
             writer.communicate()
             process.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 4000 * 1024),
+        ({"memory.max": "max", "memory.current": "7"}, 4000 * 1024),
+        ({"memory.max": "1048576", "memory.current": "1000000"}, 48576),
+        ({"memory.max": "99999999999", "memory.current": "0"}, 4000 * 1024),
+    ],
+    ids=["no group", "no limit", "limit", "limit above the host"],
+)
+def test_available_memory_is_that_of_the_host_or_of_the_group(tmp_path, monkeypatch, files, available):
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  4000 kB\n")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    assert machine.available_memory() == available
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "absent")
+    assert machine.available_memory() is None
+
+
+def faults_of_blocks(rank: Any) -> list[int]:
+    """Page faults of each of six rounds that write and free 12 blocks of 16 MiB, 4,096 pages
+    each."""
+    counts = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(6):
+        blocks = [torch.ones(1 << 22) for _ in range(12)]
+        del blocks
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told")
+@pytest.mark.gpus(1)
+def test_freed_memory_is_used_again(ranks):
+    (faults,) = ranks.run(faults_of_blocks)
+    assert faults[0] > 10 * 4096 > 4096 > faults[-1], faults

@@ -6,16 +6,21 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mgpu_check.acceptance.collectives.checks import examine_collectives, observations_of_views, time_collectives
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.oracles.collectives.repeated_calls import Cases, RepeatedCollective, Terms, View, WrongIteration
+from mgpu_check.suite.collectives.groups import assert_subgroups_divide
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits
 
@@ -214,3 +219,16 @@ def test_a_call_is_timed_on_those_that_take_part(ranks):
     found = ranks.run(timed, size=3)
     assert [[len(times) for times in seen] for seen in found] == [[3, 0], [3, 3], [3, 3]]
     assert all(time > 0 for seen in found for times in seen for time in times)
+
+
+@pytest.fixture
+def last_of_many() -> Iterator[Rank]:
+    """The last of 64 ranks, whose collectives leave what each has: the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=63, world_size=64)
+    yield Rank(63, 64, 63, 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def test_a_sum_that_lacks_members_is_named_in_a_large_world(last_of_many: Rank) -> None:
+    with pytest.raises(CollectiveMismatch, match=r"new_subgroups of 32: .*does not sum exactly its members"):
+        assert_subgroups_divide(last_of_many)

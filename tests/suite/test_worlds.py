@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -13,11 +15,10 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+import mgpu_check.suite
 from mgpu_check import settings, strategies
 from mgpu_check.oracles import strategies as drawing
 from mgpu_check.oracles.devices.mixed_operands import GROUPS
-from tests.suite.test_seeds import SUITE
-from tests.suite.test_seeds import drawn as strategies_of
 
 T = TypeVar("T")
 
@@ -31,6 +32,24 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(settings, "active", lambda: run)
 
     return activate
+
+
+SUITE = Path(mgpu_check.suite.__path__[0])
+
+
+def strategies_of(path: Path) -> dict[str, dict[str, str]]:
+    """Return the strategies of each test in a file, with module-level names replaced by their values."""
+    tree = ast.parse(path.read_text())
+    named = {
+        ast.unparse(node.targets[0]): ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)
+    }
+    found = {}
+    for node in (one for one in tree.body if isinstance(one, ast.FunctionDef)):
+        for call in node.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "given":
+                given = {one.arg: ast.unparse(one.value) for one in call.keywords}
+                found[node.name] = {str(name): named.get(text, text) for name, text in given.items()}
+    return found
 
 
 def drawn(strategy: st.SearchStrategy[T], count: int = 200) -> set[T]:
@@ -189,3 +208,16 @@ def test_the_seed_of_a_test_of_one_example_differs_between_runs() -> None:
 
     assert len({first_seed(1, run) for run in range(6)}) > 3
     assert {first_seed(2, run) for run in range(6)} == {0}
+
+
+def test_every_seed_is_drawn_by_the_strategy_that_says_why():
+    tests = {
+        f"{path.parent.name}::{name}": strategies
+        for path in SUITE.glob("*/test_*.py")
+        for name, strategies in strategies_of(path).items()
+    }
+    assert len(tests) > 150
+    seeds = {strategies["seed"] for strategies in tests.values() if "seed" in strategies}
+    assert seeds == {"strategies.seeds()", "seeds()", "calls.seeds"}
+    listed = [name for name, strategies in tests.items() if set(strategies) <= {"seed", "size", "sizes", "order"}]
+    assert len(listed) < 66  # a test draws more than a seed where a smaller example simplifies a failure
