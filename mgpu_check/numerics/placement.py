@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from mgpu_check.torch_hooks.tensors import bytes_of, digest_of
 
@@ -451,6 +452,49 @@ def flat_ranges(flat: torch.Tensor) -> Ranges | None:
         return None
     owners, shapes = [(info.module, info.param_name) for info in infos], [tuple(shape) for shape in flat._shapes]  # type: ignore[attr-defined]
     return Ranges(owners, shapes, [_part(shard) for shard in shards])
+
+
+class ZeroPart(NamedTuple):
+    """The elements of a parameter that a partition of DeepSpeed's ZeRO holds."""
+
+    parameter: torch.Tensor  # in the user's module
+    shape: tuple[int, ...]  # whole
+    at: torch.Tensor  # positions in the flattened whole
+    within: tuple[int, int]  # first and last + 1 element of the partition
+
+
+def zero_parts(flat: torch.Tensor, modules: Iterable[Any]) -> list[ZeroPart] | None:
+    """Return what a flat partition of DeepSpeed's ZeRO is made of; None if no parameter of the modules refers to it.
+
+    The stages 1 and 2 keep a mapping in each parameter (deepspeed/utils/tensor_fragment.py, 0.19), stage 3 keeps the
+    place of each parameter in its optimizer (deepspeed/runtime/zero/stage3.py, set_grad_positions). Padding between and
+    after the parameters belongs to no part.
+    """
+    if flat.dim() != 1:
+        return None
+    parts: dict[int, ZeroPart] = {}
+    for parameter in (value for module in modules for value in module._parameters.values() if value is not None):
+        mapping, zero = getattr(parameter, "_hp_mapping", None), getattr(parameter, "_z3_optimizer", None)
+        if mapping is not None and _is_part(mapping.hp_fragment, flat):
+            whole, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+            start, count, offset, shape = whole.start, whole.numel, here.start, tuple(parameter.shape)
+        elif zero is not None:
+            group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+            if zero.fp32_partitioned_groups_flat[group] is not flat:
+                continue
+            start = parameter.ds_tensor.ds_numel * dist.get_rank(parameter.ds_process_group)
+            count = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start)
+            shape = tuple(parameter.ds_shape)
+        else:
+            continue
+        if count > 0:
+            at = torch.arange(start, start + count)
+            parts[id(parameter)] = ZeroPart(parameter, shape, at, (offset, offset + count))
+    return [*parts.values()] or None
+
+
+def _is_part(fragment: torch.Tensor | None, flat: torch.Tensor) -> bool:
+    return fragment is not None and fragment.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
 def local_ranges(view: torch.Tensor, called: Iterable[Any]) -> tuple[torch.Tensor, tuple[int, ...]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from mgpu_check.compare.in_script.summaries import Cut, summaries
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, joined
 from mgpu_check.compare.verdict import verdict_of
-from mgpu_check.numerics.placement import Slice, Wholes, beside, indexed
+from mgpu_check.numerics.placement import Slice, Wholes, beside, indexed, zero_parts
 
 WEIGHT = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
 GRADIENT = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
@@ -351,3 +352,36 @@ def test_attributes_of_megatron_count_where_the_values_agree():
         parameter += 1
     weight, _ = placed(local, wholes, {"tp": (1, 2)})
     assert weight.unplaced
+
+
+def mapping(flat, whole, part):
+    """What the stages 1 and 2 of ZeRO keep in a parameter: a start in the whole, and a range of the partition."""
+    start, numel = part[0], part[1] - part[0]
+    return SimpleNamespace(
+        hp_fragment=flat.detach()[slice(*part)],
+        lp_fragment_address=SimpleNamespace(start=whole, numel=numel),
+        hp_fragment_address=SimpleNamespace(start=start, numel=numel),
+    )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_partition_of_zero_has_the_names_of_the_users_parameters(stage, monkeypatch):
+    model, flat = nn.Linear(3, 2), nn.Parameter(torch.zeros(6))  # on the second of two ranks; the end is padding
+    weight, bias = model.parameters()
+    expected = {"weight": ([5], (0, 1)), "bias": ([0, 1], (1, 3))}
+    if stage == 2:
+        weight._hp_mapping, bias._hp_mapping = mapping(flat, 5, (0, 1)), mapping(flat, 0, (1, 3))
+    else:
+        monkeypatch.setattr("torch.distributed.get_rank", lambda group: 1)
+        groups, expected = {0: [0, 0, 4], 1: [0, 4, 1]}, {"weight": ([4, 5], (0, 2)), "bias": ([1], (4, 5))}
+        owner = SimpleNamespace(grad_position=groups, get_param_id=lambda p: p.ds_id, fp32_partitioned_groups_flat=[flat])
+        for number, (own, size) in enumerate([(weight, 4), (bias, 1)]):
+            own.ds_id, own._z3_optimizer, own.ds_process_group = number, owner, None
+            own.ds_tensor, own.ds_numel, own.ds_shape = SimpleNamespace(ds_numel=size), own.numel(), own.shape
+            own.data = torch.empty(0)  # gathered only where it is used
+    names = Names()
+    names.called(model)
+    (parts,) = Placing(names, None).parts([(flat, "optimizer0.group0.parameter0")])
+    assert {part.label: (part.cut.part.at.tolist(), part.cut.part.within) for part in parts} == expected
+    assert [part.cut.part.shape for part in parts] == [(2, 3), (2,)]
+    assert zero_parts(nn.Parameter(torch.zeros(6)), [model]) is None

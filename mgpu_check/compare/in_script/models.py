@@ -90,6 +90,7 @@ _INNER = {
     "FullyShardedDataParallel": ("_fsdp_wrapped_module",),
     "CheckpointWrapper": ("_checkpoint_wrapped_module",),
     "OptimizedModule": ("_orig_mod",),
+    "DeepSpeedEngine": ("module",),
 }
 """Class name of a wrapper -> the attributes that may hold the wrapped model. In torch 2.13 the private ones are in
 torch/distributed/fsdp/_common_utils.py, torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, and

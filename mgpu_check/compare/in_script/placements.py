@@ -1,6 +1,7 @@
 """Find, in the script's process, the slices of one device's tensors that its parameters hold.
 
-FullyShardedDataParallel (FSDP1) declares the slices in its flat parameters. Other slices are found by their values
+FullyShardedDataParallel (FSDP1) declares the slices in its flat parameters, and DeepSpeed's ZeRO in the parameters that
+its flat partitions are made of. Other slices are found by their values
 before the first step, in a file from the run on one device, which has the initial parameters and buffers: for each
 tensor a line of JSON, followed by the elements. States of optimizers have no elements there: ranks need only their
 shapes.
@@ -36,6 +37,7 @@ from mgpu_check.numerics.placement import (
     by_attributes,
     flat_ranges,
     local_ranges,
+    zero_parts,
 )
 from mgpu_check.torch_hooks.tensors import copied, is_distributed, memory_of, name_of
 
@@ -166,6 +168,13 @@ class Placing:
                     for name, shape, (at, within) in zip(owners, ranges.shapes, ranges.parts, strict=True)
                     if name is not None and at is not None
                 ]
+        partition = zero_parts(parameter, self._names.modules())
+        if partition is not None:
+            named = [self._names.name(part.parameter, otherwise) for part in partition]
+            return [
+                _part(name, order, parameter, Slice(name, part.shape, part.at, part.within))
+                for (name, order), part in zip(named, partition, strict=True)
+            ]
         name, order = self._names.name(parameter, otherwise)
         flattened = getattr(parameter, "_fsdp_flattened", False)
         if flattened and (local := local_ranges(parameter, self._names.modules())) is not None:
