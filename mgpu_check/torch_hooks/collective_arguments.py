@@ -77,7 +77,8 @@ def _all_to_all_single(get: Get, me: int, count: int, root: int) -> Parts:
         # The functional version allocates its output itself.
         (False, get("output"), get("output_split_sizes")),
     ):
-        rows = list(splits) if isinstance(splits, (list, tuple)) and splits else None
+        # Any sequence of integers: dispatchers of experts, such as Megatron's, give arrays of NumPy.
+        rows = [int(number) for number in splits] if hasattr(splits, "__len__") and len(splits) else None
         if rows is None:
             exchanged = tensor if isinstance(tensor, torch.Tensor) else source
             sizes = [size_of(source, exchanged.numel() // count)] * count

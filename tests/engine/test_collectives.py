@@ -218,6 +218,8 @@ def test_what_is_balanced_is_no_failure(pool):
         # Rank 0 has nothing for anybody, and takes a row of each other rank.
         rows = [int(rank.index > 0)] * 4
         dist.all_to_all_single(torch.zeros(3, 2), torch.ones(sum(rows), 2), [0, 1, 1, 1], rows)
+        taken, given = torch.tensor([0, 1, 1, 1]).numpy(), torch.tensor(rows).numpy()  # as of Megatron's dispatcher
+        dist.all_to_all_single(torch.zeros(3, 2), torch.ones(sum(rows), 2), taken, given)
         return os.getpid()
 
     assert pool.run(body) == pool.run(body)
