@@ -367,14 +367,17 @@ def mapping(flat, whole, part):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_partition_of_zero_has_the_names_of_the_users_parameters(stage, monkeypatch):
     model, flat = nn.Linear(3, 2), nn.Parameter(torch.zeros(6))  # on the second of two ranks; the end is padding
-    weight, bias = model.parameters()
+    weight: Any = model.weight
+    bias: Any = model.bias
     expected = {"weight": ([5], (0, 1)), "bias": ([0, 1], (1, 3))}
     if stage == 2:
         weight._hp_mapping, bias._hp_mapping = mapping(flat, 5, (0, 1)), mapping(flat, 0, (1, 3))
     else:
         monkeypatch.setattr("torch.distributed.get_rank", lambda group: 1)
         groups, expected = {0: [0, 0, 4], 1: [0, 4, 1]}, {"weight": ([4, 5], (0, 2)), "bias": ([1], (4, 5))}
-        owner = SimpleNamespace(grad_position=groups, get_param_id=lambda p: p.ds_id, fp32_partitioned_groups_flat=[flat])
+        owner = SimpleNamespace(
+            grad_position=groups, get_param_id=lambda p: p.ds_id, fp32_partitioned_groups_flat=[flat]
+        )
         for number, (own, size) in enumerate([(weight, 4), (bias, 1)]):
             own.ds_id, own._z3_optimizer, own.ds_process_group = number, owner, None
             own.ds_tensor, own.ds_numel, own.ds_shape = SimpleNamespace(ds_numel=size), own.numel(), own.shape
