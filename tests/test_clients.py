@@ -29,11 +29,15 @@ def test_each_client_and_each_gate_is_there(modules):
     names = [client.name for client in clients.CLIENTS]
     assert len(set(names)) == len(names) >= 20
     scripts = {path.name for path in (CLIENTS / "programs").glob("*.py")}
-    assert {client.script for client in clients.CLIENTS} == scripts - {"gates.py"}
-    tree = ast.parse((CLIENTS / "programs" / "gates.py").read_text())
-    tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-    assert {gate.test.partition("[")[0] for gate in clients.GATES} == tests
+    files = {gate.file for gate in clients.GATES}
+    assert {client.script for client in clients.CLIENTS} == scripts - {f"{file}.py" for file in files}
+    for file in files:
+        body = ast.parse((CLIENTS / "programs" / f"{file}.py").read_text()).body
+        tests = {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+        assert {gate.test.partition("[")[0] for gate in clients.GATES if gate.file == file} == tests
     assert {gate.of for gate in clients.GATES} - {""} <= set(names)
+    page = (CLIENTS.parents[1] / "docs" / "how-to" / "megatron.md").read_text()
+    assert (CLIENTS / "programs" / "gates_megatron_page.py").read_text() in page  # so the page's example is run
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,15 @@ class Client:
 
 @dataclass(frozen=True)
 class Gate:
-    """A test in `programs/gates.py`, and what the gate says of it.
+    """A test in a file of `programs`, and what the gate says of it.
 
     Attributes:
         of: the name of the client that trains so; empty without one.
         mistake: the first that is named; empty where the test passes, or fails for what NCCL refuses.
         words: that its failure must contain.
         package: what must be installed for it.
+        file: the file of the test, without its suffix.
+        gpus: the simulated GPUs that it needs.
     """
 
     test: str
@@ -57,6 +59,12 @@ class Gate:
     mistake: str = ""
     words: str = ""
     package: str = ""
+    file: str = "gates"
+    gpus: int = 2
+
+
+def megatron(test: str, words: str = "", gpus: int = 2) -> Gate:
+    return Gate(f"test_megatron{test}", words=words, package="megatron", file="gates_megatron", gpus=gpus)
 
 
 def refused(words: str) -> Expected:
@@ -71,6 +79,14 @@ NOT_ON_GPUS = "No backend type associated with device type cpu"
 def equal(steps: int, *words: str) -> Expected:
     return Expected(0, (f"equal: {steps} steps on 2 ranks", *words))
 
+
+FOUR = "train the same 4 parameters"
+ZERO = {
+    "no ZeRO": ("--stage=0",),
+    "ZeRO-1": ("--stage=1",),
+    "ZeRO-2, offload": ("--stage=2", "--offload"),
+    "ZeRO-3": ("--stage=3",),
+}
 
 CLIENTS = (
     Client(
@@ -212,7 +228,30 @@ CLIENTS = (
         simulated=(),
     ),
     Client("torchmetrics", "with_metrics.py", equal(2), package="torchmetrics"),
+    Client(
+        "accelerate, a shape",
+        "accelerate_shape.py",
+        Expected(2, ("no optimizer step was seen on one device",)),
+        package="accelerate",
+        simulate=Expected(1, ("in copy_tensor_to_devices",), ("internal error",)),  # uninitialised memory is summed
+    ),
+    *(
+        Client(f"DeepSpeed, {name}", "with_deepspeed.py", equal(3, FOUR), options, package="deepspeed")
+        for name, options in ZERO.items()
+    ),
+    Client(
+        "DeepSpeed, same rows",
+        "with_deepspeed.py",
+        Expected(1, ("the gradient of 0.weight",)),
+        ("--stage=2", "--same-rows"),
+        package="deepspeed",
+    ),
 )
+
+MEGATRON = (
+    *("tp", "tp-sp", "tp-swiglu", "tp-offset", "pp", "pp-tied", "pp-interleaved", "dp", "dp-distributed", "ep"),
+)
+MEGATRON_PAIRS = ("dp-tp", "pp-tp", "pp-dp-distributed", "ep-tp")
 
 GATES = (
     Gate("test_toy", "ddp example"),
@@ -228,4 +267,11 @@ GATES = (
     Gate("test_textbook", "textbook"),
     Gate("test_fsdp", "FSDP2"),
     Gate("test_metrics", "torchmetrics", package="torchmetrics"),
+    *(megatron(f"[{case}]") for case in MEGATRON),
+    *(megatron(f"_pairs[{case}]", gpus=4) for case in MEGATRON_PAIRS),
+    *(Gate(f"test_small_gpt[{axis}]", package="megatron", file="gates_megatron_page") for axis in ("tp", "pp", "dp")),
+    megatron("_context_parallel", "Context parallelism is only supported by TEDotProductAttention"),
+    megatron("_gradient_not_reduced", "input_layernorm.weight"),
+    megatron("_wrong_dimension", "linear_fc1.weight: dimension 1 is divided among 2 ranks"),
+    megatron("_wrong_stride", "linear_fc1.weight"),
 )

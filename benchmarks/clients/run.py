@@ -55,14 +55,14 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def call(command: Sequence[str], directory: Path) -> tuple[int, str, float]:
+def call(command: Sequence[str], directory: Path, longest: float = LONGEST) -> tuple[int, str, float]:
     began = time.monotonic()
     try:
         ran = subprocess.run(
-            command, cwd=directory, env=environment(), capture_output=True, text=True, check=False, timeout=LONGEST
+            command, cwd=directory, env=environment(), capture_output=True, text=True, check=False, timeout=longest
         )
     except subprocess.TimeoutExpired:
-        return -1, f"it was ended after {LONGEST:g} s", time.monotonic() - began
+        return -1, f"it was ended after {longest:g} s", time.monotonic() - began
     return ran.returncode, ran.stdout + ran.stderr, time.monotonic() - began
 
 
@@ -102,11 +102,20 @@ def compared(client: Client, directory: Path, quiet: bool) -> Done:
 
 
 def gated(chosen: Sequence[Gate], directory: Path, quiet: bool) -> dict[str, Done]:
-    """Return the gate's result for each test, by its name, from one run of pytest."""
-    report = directory / "gates.xml"
-    tests = [f"test_gates.py::{gate.test}" for gate in chosen]
-    command = [*OURS, "pytest", "-q", "--gpus=2", "--simulate", f"--junitxml={report}", *tests]
-    _, text, _ = call(command, directory)
+    """Return the gate's result for each test, by its name, from one run of pytest for each file and number of GPUs."""
+    done: dict[str, Done] = {}
+    for file, gpus in dict.fromkeys((gate.file, gate.gpus) for gate in chosen):
+        together = [gate for gate in chosen if (gate.file, gate.gpus) == (file, gpus)]
+        done |= gated_together(together, directory, quiet)
+    return done
+
+
+def gated_together(chosen: Sequence[Gate], directory: Path, quiet: bool) -> dict[str, Done]:
+    file, gpus = chosen[0].file, chosen[0].gpus
+    report = directory / f"{file}-{gpus}.xml"
+    tests = [f"test_{file}.py::{gate.test}" for gate in chosen]
+    command = [*OURS, "pytest", "-q", f"--gpus={gpus}", "--simulate", f"--junitxml={report}", *tests]
+    _, text, _ = call(command, directory, LONGEST * len(tests))
     if not report.exists():
         return {gate.test: Done("", f"pytest has left no report: {text[-2000:]}", 0.0) for gate in chosen}
     cases = {case.get("name"): case for case in ET.parse(report).iter("testcase")}
@@ -175,7 +184,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mgpu-check-clients-") as made:
         directory = Path(made)
         for program in (HERE / "programs").glob("*.py"):
-            shutil.copy(program, directory / ("test_gates.py" if program.name == "gates.py" else program.name))
+            is_test = program.name.startswith("gates")
+            shutil.copy(program, directory / (f"test_{program.name}" if is_test else program.name))
         (directory / "pytest.ini").write_text(PYTEST_INI)
         print(f"  {'client':<28} {'simulate':<15} compare", flush=True)
         for client in clients:
