@@ -63,8 +63,9 @@ class Gate:
     gpus: int = 2
 
 
-def megatron(test: str, words: str = "", gpus: int = 2) -> Gate:
-    return Gate(f"test_megatron{test}", words=words, package="megatron", file="gates_megatron", gpus=gpus)
+def megatron(test: str, words: str = "", gpus: int = 2, mistake: str = "") -> Gate:
+    name, package, file = f"test_megatron{test}", "megatron", "gates_megatron"
+    return Gate(name, words=words, package=package, file=file, gpus=gpus, mistake=mistake)
 
 
 def refused(words: str) -> Expected:
@@ -273,5 +274,5 @@ GATES = (
     megatron("_context_parallel", "Context parallelism is only supported by TEDotProductAttention"),
     megatron("_gradient_not_reduced", "input_layernorm.weight"),
     megatron("_wrong_dimension", "linear_fc1.weight: dimension 1 is divided among 2 ranks"),
-    megatron("_wrong_stride", "linear_fc1.weight"),
+    megatron("_wrong_stride", "linear_fc1.weight", mistake="blocks-in-other-order"),
 )
