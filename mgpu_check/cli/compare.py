@@ -9,7 +9,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +67,7 @@ def _judge(
 
 
 def _written(options: argparse.Namespace, done: ScriptComparison, reference: str = "one device") -> int:
+    done.report_fake_data()
     if options.html:
         write_page(options.html, done, reference)
     return run_options.conclude(done, json=options.json)
@@ -165,19 +166,27 @@ def write_recorded(recording: RunRecording, path: Path) -> int:
             run = record(recording, run_options.tell)
         except NotRecorded as stopped:
             print(f"\n{stopped.told('not recorded')}")
+            _tell_fake_data(recording, failed=True)
             return WRONG if stopped.failed else UNDECIDED
         write_run(path, run)
     kept = f"values up to {len(run.values):,} bytes" if run.values is not None else "no values"
     print(f"\nrecorded: {_told(run)}: {path}, {path.stat().st_size:,} bytes, {kept}")
     for line in (*recording.remarks, *(f"not whole: {name}: {reason}" for name, reason in run.reasons.items())):
         print(f"  {line}")
+    _tell_fake_data(recording, failed=False)
     return RIGHT
+
+
+def _tell_fake_data(recording: RunRecording, failed: bool) -> None:
+    fake = recording.made.plan.fake
+    for line in fake.remarks(failed) if fake else ():
+        print(f"  {line}")
 
 
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
-    "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] --\n"
-    "                          script.py [args...]\n"
+    "                          [--fake-data[=PLAN]] [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE]\n"
+    "                          -- script.py [args...]\n"
     "       mgpu-check compare [...] -- -m module [args...]\n"
     "       mgpu-check compare --against=COMMIT [...] -- script.py [args...]\n"
     "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [...] -- script.py [args...]\n"
@@ -286,7 +295,8 @@ def main(argv: Sequence[str]) -> int:
         command = run_options.script_command(program, parser)
         count = run_options.counted(options, command, [options.gpus] if of_runs else [1, options.gpus], parser)
         plan = replace(run_options.plan_of(options, program, command, count), unjudged=dict(options.unjudged))
-        return compare_two_runs(options, plan, parser) if of_runs else _compare(options, plan)
+        with plan.fake or nullcontext():
+            return compare_two_runs(options, plan, parser) if of_runs else _compare(options, plan)
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED

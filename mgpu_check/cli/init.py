@@ -27,7 +27,7 @@ import pytest
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, Parser
 from mgpu_check.cli.init_arguments import ScriptArgument, SourceFile, facts, learned, trains
 from mgpu_check.cli.run_options import after_options, is_python, launched_by
-from mgpu_check.errors import ScalingMismatch
+from mgpu_check.errors import NotCompared, ScalingMismatch
 
 _DOCUMENT = re.compile(r"README.*|Makefile|.*\.sh")
 _STARTER = re.compile(
@@ -398,6 +398,11 @@ _NAMED = 5  # entries
 _LONGEST = 200  # characters of a command
 _DIGEST = re.compile(r"(?<=Written by `mgpu-check init`), ([0-9a-f]{8})(?=\.)")
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to"
+_LACKS = re.compile(
+    r"FileNotFoundError|NotADirectoryError|(No such|not a) (file|directory)|(not|n't) (be )?(found|exist|connect|reach)"
+    r"|(URL|Connection|HTTP|Proxy|Timeout|NotFound|gai)Error|Offline|offline|urlopen|[Nn]o (data|files|images|samples)",
+)
+"""Last lines of a script that has ended without its data: of Python, of libraries that download, of the script."""
 
 
 @dataclass(frozen=True)
@@ -510,8 +515,20 @@ def main(argv: Sequence[str]) -> int:
         return RIGHT
     print(f"running: {shlex.join(command)}", flush=True)
     watch = _ComparisonWatch()
-    code = int(pytest.main(command[1:], plugins=[watch]))
-    if (code == RIGHT and watch.passed) or (code == WRONG and watch.compared):
+    code = watch.run(command)
+    if not watch.verdict(code) and watch.lacks_data:
+        parsed.output.write_text(_test(entry.started, words, assumed, entry.autocast, fake_data=True), encoding="utf-8")
+        print(
+            f"data is missing, so {parsed.output} makes small random data: fake_data=True. Remove it to test with yours"
+        )
+        print(f"running again: {shlex.join(command)}", flush=True)
+        for module in [name for name, module in sys.modules.items() if _is_of(module, parsed.output)]:
+            del sys.modules[module]
+        watch = _ComparisonWatch()
+        code = watch.run(command)
+        if not watch.verdict(code):
+            parsed.output.write_text(text, encoding="utf-8")
+    if watch.verdict(code):
         return code
     print(f"no verdict: nothing was compared, for the reason above, and {parsed.output} is no test yet")
     print("do: install or give what the script lacks, and call init again, which replaces the test if it is unchanged:")
@@ -525,6 +542,14 @@ class _ComparisonWatch:
 
     passed = False
     compared = False
+    lacks_data = False
+
+    def run(self, command: Sequence[str]) -> int:
+        return int(pytest.main(list(command[1:]), plugins=[self]))
+
+    def verdict(self, code: int) -> bool:
+        """Return whether the test compared the script."""
+        return (code == RIGHT and self.passed) or (code == WRONG and self.compared)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         # The workers of pytest-xdist keep their exceptions.
@@ -534,7 +559,15 @@ class _ComparisonWatch:
         self.passed |= report.when == "call" and report.passed
 
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
-        self.compared |= call.excinfo is not None and isinstance(call.excinfo.value, ScalingMismatch)
+        if call.excinfo is not None:
+            self.compared |= isinstance(call.excinfo.value, ScalingMismatch)
+            self.lacks_data |= isinstance(call.excinfo.value, NotCompared) and bool(
+                _LACKS.search(str(call.excinfo.value))
+            )
+
+
+def _is_of(module: object, file: Path) -> bool:
+    return getattr(module, "__file__", None) == str(file.absolute())
 
 
 def _gpus(text: str) -> int:
@@ -645,10 +678,13 @@ def _missing(entry: TrainingScript, user_arguments: Sequence[str]) -> list[str]:
     return missing + [option.name for option in entry.required if option not in flags][positional:]
 
 
-def _test(started: str, words: Sequence[str], assumed: Sequence[str], autocast: bool) -> str:
+def _test(
+    started: str, words: Sequence[str], assumed: Sequence[str], autocast: bool, *, fake_data: bool = False
+) -> str:
     name = re.sub(r"\W+", "_", re.split(r"[ .]", started)[-1] if started.startswith("-m ") else Path(started).stem)
     arguments = "".join(f"        {json.dumps(word, ensure_ascii=False)},\n" for word in words)
     precision = "        float32=True,\n" if autocast else ""
+    made = "        fake_data=True,\n" if fake_data else ""
     comments = "".join(f"    # assumed: {line}\n" for line in assumed)
     text = f'''"""{started} trains the same model on several GPUs as on one. Written by `mgpu-check init`."""
 
@@ -661,7 +697,7 @@ def test_{name}(ranks):
         ranks,
         {json.dumps(started, ensure_ascii=False)},
 {arguments}        steps=2,
-{precision}    )
+{precision}{made}    )
 '''
     return text.replace("`mgpu-check init`.", f"`mgpu-check init`, {_digest(text)}.", 1)
 

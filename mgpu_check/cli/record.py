@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import INTERRUPTED, Parser
@@ -17,7 +18,8 @@ from mgpu_check.compare.traces.recording import RunRecording
 
 _USAGE = (
     "mgpu-check record --out=FILE.trace [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS]\n"
-    "                         [--fresh-directory] [--values=SIZE] [--no-rounding] -- script.py [args...]\n"
+    "                         [--fresh-directory] [--values=SIZE] [--no-rounding] [--fake-data[=PLAN]]\n"
+    "                         -- script.py [args...]\n"
     "       mgpu-check record [...] -- -m module [args...]"
 )
 _EPILOG = """\
@@ -77,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
         if options.values is None and not values:
             print(f"  values are not recorded without safetensors: {INSTALL}", flush=True)
         recording = RunRecording(options.out.name, ScriptComparison(plan), values, rounding=not options.no_rounding)
-        return write_recorded(recording, options.out)
+        with plan.fake or nullcontext():
+            return write_recorded(recording, options.out)
     except KeyboardInterrupt:
         print("mgpu-check record: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED

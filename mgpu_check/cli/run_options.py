@@ -17,6 +17,7 @@ from mgpu_check.annotations import annotation, wanted
 from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, number
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
+from mgpu_check.compare.fake_data import FakeData
 from mgpu_check.compare.processes import fitted
 from mgpu_check.processes.environments import FLOAT32, simulating
 
@@ -29,7 +30,7 @@ _LAUNCHERS = {
 }
 """Launcher -> the row of `mgpu_check.processes.environments.VARIABLES` that its ranks get."""
 OF_RUNS = (
-    *("gpus", "simulate", "steps", "timeout", "fresh_directory", "float32"),
+    *("gpus", "simulate", "steps", "timeout", "fresh_directory", "float32", "fake_data"),
     *("against", "a", "b", "golden", "update_golden"),
 )
 """Options of runs, which have no effect on files."""
@@ -83,6 +84,7 @@ def add_run_options(parser: argparse.ArgumentParser, steps: str, default: str = 
     add("--fresh-directory", action="store_true", help=text)
     text = "turn autocast and GradScaler off in all runs: the rounding of narrower dtypes masks differences"
     add("--float32", action="store_true", help=text)
+    simulate.add_fake_data(parser)
 
 
 def refuse(
@@ -231,10 +233,11 @@ def counted(
 
 
 def plan_of(options: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> ComparisonPlan:
-    """Return the plan of runs. `count`: number of devices; 0: torch sees none."""
-    single, several = (
-        {**own, FLOAT32: "1"} if options.float32 else own for own in _environments(options.gpus, options.simulate)
-    )
+    """Return the plan of runs. `count`: number of devices; 0: torch sees none.
+    Runs with made data start in fresh directories, so that no file that a script derives from such data stays."""
+    fake = None if options.fake_data is None else FakeData(options.fake_data)
+    added = {**({FLOAT32: "1"} if options.float32 else {}), **(fake.variables if fake else {})}
+    single, several = ({**own, **added} for own in _environments(options.gpus, options.simulate))
     launcher, variables = launched_by(program)
     return ComparisonPlan(
         command,
@@ -245,8 +248,9 @@ def plan_of(options: argparse.Namespace, program: Sequence[str], command: Sequen
         f"SIMULATED {options.simulate}" if options.simulate else "",
         options.timeout,
         options.steps or None,
-        options.fresh_directory,
+        options.fresh_directory or fake is not None,
         without_gpus=not count,
+        fake=fake,
         launcher=variables,
         replaced=shlex.join(launcher),
     )

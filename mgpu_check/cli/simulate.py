@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from mgpu_check.cli.codes import WRONG_USAGE, Parser, number
+from mgpu_check.compare.fake_data import FakeData, plan_file
 from mgpu_check.processes.environments import simulating
 
 _USAGE = (
@@ -52,7 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     text = "number of simulated GPUs (default: 2)"
     parser.add_argument("--gpus", type=number(1, "number of GPUs"), default=2, metavar="N", help=text)
     add_simulate(parser, default="cpu")
+    add_fake_data(parser)
     return parser
+
+
+def add_fake_data(parser: argparse.ArgumentParser) -> None:
+    text = "make small random data, datasets and pretrained models in place of those that are missing; PLAN is a file "
+    text += "that says what to make, and is written if it does not exist"
+    parser.add_argument("--fake-data", nargs="?", const=Path(), type=plan_file, metavar="PLAN", help=text)
 
 
 def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -121,8 +130,9 @@ def main(argv: list[str]) -> int:
     command = program_command(program, parser, hint)
     notice = f"mgpu-check: SIMULATED node, {options.gpus} GPUs on {options.simulate}; this says nothing about hardware"
     print(notice, file=sys.stderr)
-    with tempfile.TemporaryFile() as entered:
-        variables = simulating(os.environ, options.gpus, options.simulate)
+    fake = None if options.fake_data is None else FakeData(options.fake_data)
+    with tempfile.TemporaryFile() as entered, fake or nullcontext():
+        variables = simulating(os.environ, options.gpus, options.simulate) | (fake.variables if fake else {})
         # A path, because processes that inherit no file descriptors, such as those of mpiexec, must reach the file.
         variables["_MGPU_CHECK_ENTERED"] = f"/proc/{os.getpid()}/fd/{entered.fileno()}"
         try:
@@ -132,6 +142,8 @@ def main(argv: list[str]) -> int:
             return WRONG_USAGE
         if not os.fstat(entered.fileno()).st_size:
             print(_NOT_SIMULATED, file=sys.stderr)
+        for line in fake.remarks(code != 0) if fake else ():
+            print(f"mgpu-check: {line}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 

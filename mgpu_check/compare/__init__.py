@@ -10,5 +10,6 @@ In comes a command line; out comes a verdict (equal, differs, not comparable, un
    ranks (`in_script/replay.py`).
 5. `verdict.py` decides, `diagnosis.py` names mistakes, `reports.py` and `page.py` write the outcome.
 
-`gate.py` is all of it as an assertion. `traces/` compares a recorded run with another one.
+`gate.py` is all of it as an assertion. `traces/` compares a recorded run with another one. `fake_data/` makes the data
+that a script lacks.
 """

@@ -18,6 +18,7 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.comparability import SNAPSHOT, drawing, standing
 from mgpu_check.compare.diagnosis import others_from_the_start
+from mgpu_check.compare.fake_data import FakeData
 from mgpu_check.compare.first_difference import with_rows_together
 from mgpu_check.compare.processes import ScriptRun, fitted, fresh_directory, run, temporary
 from mgpu_check.compare.rounding import Rounding, repeatability
@@ -65,11 +66,13 @@ class ComparisonPlan:
     launcher: str = "torchrun"  # whose variables the ranks get; see `mgpu_check.processes.environments.VARIABLES`
     replaced: str = ""  # the words of a launcher that is not run
     limit: int | None = None  # number of optimizer steps of each run if `steps` is None; None: all steps of the script
+    fake: FakeData | None = None  # makes the data that the script lacks; its variables are in both environments
 
     @property
     def note(self) -> str:
         """The end of a line: the launcher that was replaced, and the kind of simulated devices."""
         suffix = f"; in place of “{self.replaced}”, with the variables of {self.launcher}" if self.replaced else ""
+        suffix += "; fake data in place of what is missing" if self.fake else ""
         return suffix + (f"; {self.simulated} x{self.world}: proves code, never hardware" if self.simulated else "")
 
 
@@ -86,6 +89,13 @@ class ScriptComparison:
     aligned: Aligned | None = None
     rounding: Rounding | None = None
     verdict: ComparisonVerdict = field(default_factory=lambda: refused("nothing was run"))
+
+    def report_fake_data(self) -> None:
+        """Add to the report of the verdict which data was made, and which could not be."""
+        if self.plan.fake is not None:
+            report, failed = self.verdict.report, self.verdict.kind != "equal"
+            report = replace(report, remarks=[*report.remarks, *self.plan.fake.remarks(failed)])
+            self.verdict = replace(self.verdict, report=report)
 
 
 def compare(plan: ComparisonPlan, tell: Tell) -> ScriptComparison:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +42,7 @@ def assert_script_scales(
     fresh_directory: bool = True,
     float32: bool = False,
     unjudged: Mapping[str, str] | None = None,
+    fake_data: bool | str | Path = False,
 ) -> None:
     """Assert that a training script trains the same model on several ranks as on one device.
 
@@ -58,6 +61,8 @@ def assert_script_scales(
         float32: turn autocast and GradScaler off in all runs: rounding to narrower dtypes masks differences.
         unjudged: parameters that need not be compared, as pattern -> reason. The summary repeats the reason,
             and all other remarks on a comparison that passes.
+        fake_data: make small random data, datasets and pretrained models in place of those that are missing; or the
+            path of a plan of what to make, see ``--fake-data``. Each run then starts in a fresh directory.
 
     Raises:
         ScalingMismatch: the ranks train another model, fail, or hang. ``.mistakes`` are the likely classes, and
@@ -68,6 +73,7 @@ def assert_script_scales(
     size, words = _checked(ranks, script, arguments, size, steps, timeout)
     # Here, because most processes of pytest have no script to run, and the modules take time to import.
     from mgpu_check.compare.comparison import ComparisonPlan, compare
+    from mgpu_check.compare.fake_data import FakeData
 
     single, several = (
         {**ranks._script_environment(world), **({FLOAT32: "1"} if float32 else {})} for world in (1, size)
@@ -75,7 +81,15 @@ def assert_script_scales(
     command, shown, simulated = [sys.executable, *words], shlex.join(words), ranks._simulated
     plan = ComparisonPlan(command, shown, size, single, several, simulated, timeout, steps, fresh_directory)
     plan = replace(plan, unjudged=dict(unjudged or {}))
-    verdict = compare(plan, lambda line: None).verdict
+    with ExitStack() as undo:
+        if fake_data:
+            fake = undo.enter_context(FakeData(_plan_of(fake_data)))
+            single, several = ({**own, **fake.variables} for own in (single, several))
+            plan = replace(plan, single=single, several=several, fresh=True, fake=fake)
+        comparison = compare(plan, lambda line: None)
+        if fake_data:
+            comparison.report_fake_data()
+    verdict = comparison.verdict
     if verdict.kind == "differs":
         report = verdict.report
         site = report.site or (f"{script}:1" if Path(words[0]) == Path(script) else "")
@@ -84,6 +98,15 @@ def assert_script_scales(
         raise NotCompared(f"{verdict.report}\n  see: {_HOW_TO}", names=verdict.not_compared)
     for line in verdict.report.remarks:  # what was replayed, not compared, or is worth a look
         ranks._remark(f"{plan.shown}: {line}")
+
+
+def _plan_of(fake_data: bool | str | Path) -> Path:
+    from mgpu_check.compare.fake_data import plan_file
+
+    try:
+        return Path() if fake_data is True else plan_file(str(fake_data))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"assert_script_scales: fake_data: {error}") from None
 
 
 def _checked(

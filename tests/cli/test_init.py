@@ -424,6 +424,26 @@ def test_it_says_when_nothing_was_compared(repository, capsys, monkeypatch, body
     assert words in said and ("no verdict: nothing was compared" in said) == (code == 2)
 
 
+@pytest.mark.parametrize(("then", "code"), [("pass", 0), ("raise NotCompared('ValueError')", 2)])
+def test_missing_data_is_made(repository, capsys, monkeypatch, then, code):
+    repository(train_py=LOOP)
+    run, texts = pytest.main, []
+
+    def run_another_test(arguments, plugins):
+        texts.append(Path("test_new.py").read_text())
+        body = then if "fake_data=True" in texts[-1] else "raise NotCompared(\"FileNotFoundError: 'data/train.bin'\")"
+        stub = f"test_stub_{len(texts)}.py"
+        Path(stub).write_text(f"from mgpu_check import NotCompared\ndef test_train(): {body}\n")
+        sys.modules.pop(Path(stub).stem, None)
+        return run(["-p", "no:cacheprovider", "--import-mode=importlib", stub], plugins)
+
+    monkeypatch.setattr(pytest, "main", run_another_test)
+    assert main(["--output=test_new.py"]) == code
+    assert ["fake_data=True" in text for text in texts] == [False, True]
+    assert Path("test_new.py").read_text() == texts[1 if code == 0 else 0]
+    assert "makes small random data: fake_data=True" in capsys.readouterr().out
+
+
 def test_without_a_script_it_says_what_to_do(repository, capsys):
     repository(model_py="class Model: pass\n")
     assert main([]) == 2

@@ -104,12 +104,12 @@ def _end_before_training() -> None:
     end_before_training()
 
 
-def _act_after_torch(actions: list[Callable[[], None]]) -> None:
-    """Call each of `actions` once, after torch is imported.
-    The loader of torch calls them, because every import uses a loader: also a lazy import, one that asks a finder
-    directly, and one after a change of `sys.meta_path`. A program that only looks for torch causes no call."""
+def _act_after(actions: dict[str, list[Callable[[], None]]]) -> None:
+    """Call each of the `actions` of a module once, after the module is imported.
+    Its loader calls them, because every import uses a loader: also a lazy import, one that asks a finder directly, and
+    one after a change of `sys.meta_path`. A program that only looks for a module causes no call."""
 
-    def act_after(loader: Any) -> None:
+    def act_after(loader: Any, waiting: list[Callable[[], None]]) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -119,12 +119,12 @@ def _act_after_torch(actions: list[Callable[[], None]]) -> None:
             gc.disable()  # collecting takes a quarter of the time of these imports, and finds almost nothing
             try:
                 execute(module)
-                if sys.modules.get("torch") is module:  # else a program has loaded a file under this name
-                    while actions:
-                        actions.pop(0)()
+                if sys.modules.get(module.__name__) is module:  # else a program has loaded a file under this name
+                    while waiting:
+                        waiting.pop(0)()
             finally:
                 if collecting:
-                    gc.freeze()  # later collections, and those at exit, would visit all objects of torch again
+                    gc.freeze()  # later collections, and those at exit, would visit all its objects again
                     gc.enable()
 
         loader.exec_module = exec_module
@@ -136,8 +136,8 @@ def _act_after_torch(actions: list[Callable[[], None]]) -> None:
         @functools.wraps(original)
         def __init__(self: Any, fullname: str, *rest: Any, **named: Any) -> None:
             original(self, fullname, *rest, **named)
-            if fullname == "torch" and actions:
-                act_after(self)
+            if waiting := actions.get(fullname):
+                act_after(self, waiting)
 
         watched_class.__init__ = __init__
 
@@ -197,6 +197,12 @@ def _leave_environment() -> None:
         os.environ.pop("PYTHONPATH", None)
 
 
+def _fake_data() -> dict[str, list[Callable[[], None]]]:
+    with _OurPackage():
+        from mgpu_check.compare.fake_data.paths import install
+    return {name: [act] for name, act in install().items()}
+
+
 def _chain() -> None:
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
@@ -207,12 +213,14 @@ def _chain() -> None:
 
 def _main() -> None:
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
-    actions: list[Callable[[], None]] = []
+    faking = "_MGPU_CHECK_FAKE_DATA" in os.environ
+    waiting = _fake_data() if faking else {}
+    actions = waiting.setdefault("torch", [])
     simulated = os.environ.get("_MGPU_CHECK_SIMULATE")
     if simulated:
         count, _, backing = simulated.partition(",")
         actions.append(functools.partial(_simulate, int(count), backing))
-    elif "_MGPU_CHECK_COMPARE" not in os.environ:
+    elif "_MGPU_CHECK_COMPARE" not in os.environ and not faking:
         _leave_environment()
     if "_MGPU_CHECK_ARGUMENTS" in os.environ:
         actions.append(_end_before_training)
@@ -232,8 +240,9 @@ def _main() -> None:
     if "torch" in sys.modules:  # a .pth file may import torch
         for act in actions:
             act()
-    elif actions:
-        _act_after_torch(actions)
+        actions.clear()
+    if any(waiting.values()):
+        _act_after(waiting)
     _chain()
 
 
