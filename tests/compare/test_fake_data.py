@@ -66,7 +66,7 @@ def test_made_data_hides_no_mistake(compare):
 
 def test_what_cannot_be_made_is_said(compare):
     outcome = compare("open('data/x.unknown')\n", *SIMULATED, code=2)
-    assert "not made: data/x.unknown, for open at train.py:1: its name and its use do not tell a form" in outcome.text
+    assert "not made: data/x.unknown, for open at train.py:1: its name and its use do not show its form" in outcome.text
     assert "do: give the file, or its form in --fake-data=plan.toml" in outcome.text
 
 
@@ -157,7 +157,6 @@ STAND_INS = {
                 self.n_vocab = max(*mergeable_ranks.values(), *special_tokens.values()) + 1
         """,
     "tiktoken/registry.py": "def get_encoding(name): raise OSError('no network')\n",
-    "h5py.py": "class File:\n    def __init__(self, name, mode='r'): self.text = open(name).read()\n",
     "wget.py": "def download(url, out): raise AssertionError('network')\n",
 }
 

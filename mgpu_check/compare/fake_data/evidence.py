@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -55,7 +55,7 @@ def tree_of(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def _spans(nodes: list[ast.stmt] | list[ast.expr], line: int) -> bool:
+def _spans(nodes: Sequence[ast.stmt | ast.expr], line: int) -> bool:
     return any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in nodes)
 
 
@@ -116,12 +116,12 @@ def keys(file: str) -> list[str]:
     """Return the keys of rows that a source file uses: ``row["a"]``, ``row.get("a")`` and ``frame[["a", "b"]]``."""
     names: list[tuple[int, object]] = []
     for node in ast.walk(tree_of(file)):
-        held, index = None, None
+        owner, index = None, None
         if isinstance(node, ast.Subscript):
-            held, index = node.value, node.slice
+            owner, index = node.value, node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-            held, index = node.func.value, next(iter(node.args), None)
-        if index is not None and not _NO_ROWS.fullmatch(_name(held).lower()):
+            owner, index = node.func.value, next(iter(node.args), None)
+        if index is not None and not _NO_ROWS.fullmatch(_name(owner).lower()):
             parts = index.elts if isinstance(index, ast.List) else [index]
             names += [(part.lineno, part.value) for part in parts if isinstance(part, ast.Constant)]
     return list(dict.fromkeys(value for _, value in sorted(names, key=lambda it: it[0]) if isinstance(value, str)))

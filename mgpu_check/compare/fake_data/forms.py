@@ -1,4 +1,4 @@
-"""Make small random files of the form that their names tell: rows of text, tables, tokens, arrays, images, sounds.
+"""Make small random files of the form that their names show: rows of text, tables, tokens, arrays, images, sounds.
 
 A maker gets the path to write, a `Request`, and the options of the plan for this name. It adds its defaults to the
 options, so that they say afterwards what was made. The name alone seeds the contents.
@@ -43,7 +43,7 @@ class Request:
     call: str  # the function, such as "open"
     file: str  # the source file of the script that asks
     line: int
-    hints: Mapping[str, Any] = field(default_factory=dict)  # arguments of the call that tell the form
+    hints: Mapping[str, Any] = field(default_factory=dict)  # arguments of the call that show the form
 
     def seed(self, part: object = "") -> int:
         return int.from_bytes(hashlib.sha256(f"{self.name}\0{part}".encode()).digest()[:4], "big")
@@ -90,7 +90,7 @@ def column_kind(name: str) -> str | None:
 
 def columns_of(files: Sequence[str], default: str, unknown: str = "") -> dict[str, str]:
     """Return column -> kind for rows, from the names that source files use.
-    `default`: columns, if they use none. `unknown`: kind of keys whose names tell none; "" leaves them out."""
+    `default`: columns, if they use none. `unknown`: kind of keys whose names show none; "" leaves them out."""
     columns: dict[str, str] = {}
     for file in files:
         columns |= {key: column_kind(key) or unknown for key in evidence.keys(file) if column_kind(key) or unknown}
@@ -330,7 +330,7 @@ _SETTINGS = re.compile(
 
 
 def form_of(path: str) -> tuple[str, Maker] | None:
-    """Return the form of a file, from its name; None if the name tells none, or it may be a checkpoint or settings."""
+    """Return the form of a file, from its name; None if the name shows none, or it may be a checkpoint or settings."""
     name = os.path.basename(path).lower()
     suffix = os.path.splitext(name)[1]
     if suffix in (".pt", ".pth") and (_STATE.search(name) or not _DATA.search(path.lower())):

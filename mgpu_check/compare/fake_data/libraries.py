@@ -36,7 +36,7 @@ _WRITING = {"w", "w+", "w-", "a", "x"}
 
 def _path(area: Area, index: int, name: str, hints: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a missing path among the arguments of a function that opens files without Python.
-    `hints`: what tells the form, or the name of the argument after the path that does."""
+    `hints`: what shows the form, or the name of the argument after the path that does."""
     path = kwargs[name] if name in kwargs else args[index] if len(args) > index else None
     if isinstance(hints, str):
         hints = {hints: kwargs[hints] if hints in kwargs else next(iter(args[index + 1 :]), None)}
@@ -65,7 +65,7 @@ def _content(area: Area, url: object, call: str) -> bytes:
     path = area.made(area.target(name), request, "download", *form) if request and form else None
     if path is None:
         if request is not None:
-            area.note("missing", request, "nothing tells the form of this download", {}, "download it before")
+            area.note("missing", request, "nothing shows the form of this download", {}, "download it before")
         raise OSError(f"{url}: --fake-data uses no network")
     return Path(path).read_bytes()
 
@@ -124,13 +124,13 @@ _IMAGES = dict.fromkeys(_TEN, 10) | {name: int(count) for name, _, count in (w.p
 
 def _vision(area: Area, name: str, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
     """Initialize a dataset of torchvision; with random samples if its files are not there."""
-    given = inspect.signature(original).bind(dataset, *args, **kwargs)
-    if "download" in given.arguments:
-        given.arguments["download"] = False
+    bound = inspect.signature(original).bind(dataset, *args, **kwargs)
+    if "download" in bound.arguments:
+        bound.arguments["download"] = False
     try:
-        return original(*given.args, **given.kwargs)
+        return original(*bound.args, **bound.kwargs)
     except (RuntimeError, OSError, ModuleNotFoundError):
-        part = str(given.arguments.get("split", "train" if given.arguments.get("train", True) else "test"))
+        part = str(bound.arguments.get("split", "train" if bound.arguments.get("train", True) else "test"))
         request = area.request(f"torchvision {name} {part}", name)
         if request is None:
             raise
@@ -140,8 +140,8 @@ def _vision(area: Area, name: str, original: Any, dataset: Any, *args: Any, **kw
     options = dict(area.plan.get(request.name, {}))
     shape, kept, count = _ARRAYS[name] if name in _ARRAYS else ([], "", _IMAGES[name])
     samples, classes = options.setdefault("samples", SAMPLES), options.setdefault("classes", count)
-    transforms = {key: given.arguments.get(key) for key in ("transform", "target_transform")}
-    VisionDataset.__init__(dataset, str(given.arguments.get("root", "")), **transforms)
+    transforms = {key: bound.arguments.get(key) for key in ("transform", "target_transform")}
+    VisionDataset.__init__(dataset, str(bound.arguments.get("root", "")), **transforms)
     dataset.train, dataset.split = part == "train", part
     labels = [row % classes for row in range(samples)]
     if len(getattr(type(dataset), "classes", None) or ()) != classes:
@@ -362,10 +362,10 @@ def _pretrained(area: Area, what: str, original: Any, asked: type, name: Any, *a
     else:
         with _seeded(request.seed()):
             result = original(asked, made, *args, **kwargs)
-    for held in (result, getattr(result, "config", None)):
+    for holder in (result, getattr(result, "config", None)):
         for attribute in ("name_or_path", "_name_or_path"):
-            if isinstance(getattr(held, attribute, None), str):
-                setattr(held, attribute, name)
+            if isinstance(getattr(holder, attribute, None), str):
+                setattr(holder, attribute, name)
     return result
 
 
@@ -415,7 +415,7 @@ _KNOWN = (
     (r"common_voice", "audio sentence"),
     (_TEXTS, "text"),
 )
-"""The name of a dataset -> its columns: a name, and its kind if the name does not tell it."""
+"""The name of a dataset -> its columns: a name, and its kind if the name does not show it."""
 _BUILDERS = ("json", "csv", "text", "parquet", "arrow", "pandas")
 
 
@@ -437,18 +437,18 @@ def _rows(request: Request, columns: Mapping[str, str], samples: int, split: str
     rows: dict[str, list[Any]] = {
         name: [forms.value(kind, own, name, i) for i in range(samples)] for name, kind in plain.items()
     }
-    held: Any = datasets.Dataset.from_dict(rows, split=datasets.NamedSplit(split)) if rows else None
+    result: Any = datasets.Dataset.from_dict(rows, split=datasets.NamedSplit(split)) if rows else None
     for name, kind in columns.items():
         if name not in plain:
             values = [forms.value(kind, own, name, row) for row in range(samples)]
             feature = datasets.Image() if kind.startswith("image") else datasets.Audio()
             more = datasets.Dataset.from_dict({name: values}, features=datasets.Features({name: feature}))
-            held = more if held is None else datasets.concatenate_datasets([held, more], axis=1)
+            result = more if result is None else datasets.concatenate_datasets([result, more], axis=1)
         elif kind.startswith(("class", "tags")):
             names = [str(number) for number in range(int(kind.split()[1]))]
             label = datasets.ClassLabel(names=names)
-            held = held.cast_column(name, label if kind.startswith("class") else datasets.Sequence(label))
-    return held
+            result = result.cast_column(name, label if kind.startswith("class") else datasets.Sequence(label))
+    return result
 
 
 def _from_disk(area: Area, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -88,7 +88,7 @@ class Area:
 
     @contextmanager
     def hinting(self, hints: Mapping[str, Any]) -> Iterator[None]:
-        """Let `hints` tell the form of files that are opened within."""
+        """Let `hints` show the form of files that are opened within."""
         before, self._busy.hints = self.hints, hints
         try:
             yield
@@ -149,7 +149,7 @@ class Area:
                 f"give the file, or its form in --fake-data=plan.toml: [{json.dumps(name)}] form='.txt'",
             )
         if maker is None:
-            self.note("missing", request, "its name and its use do not tell a form", {}, do)
+            self.note("missing", request, "its name and its use do not show its form", {}, do)
             return None
         return self.made(target, request, kind, shape, maker)
 
