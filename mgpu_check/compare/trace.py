@@ -316,11 +316,13 @@ class Writer:
     def __init__(self, fd: int, held: bool = False) -> None:
         self.fd, self.pid = fd, None if held else os.getpid()
         self._held: list[bytes] = []
+        self._by: dict[str, int] = {}  # marks the lines of a process that the script has started
         self._size = 0
+        self._reclaimed = False
 
     def write(self, event: str, **fields: object) -> None:
         """Append a line; in a process that the script has started, keep it for `take_over`."""
-        line = json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps({"event": event, **fields, **self._by}, separators=(",", ":")).encode() + b"\n"
         if os.getpid() != self.pid:
             self._held.append(line)
             return
@@ -330,13 +332,18 @@ class Writer:
     def take_over(self) -> None:
         """Let this process write the trace from now on, and the lines first that it has kept."""
         self.pid, held = os.getpid(), self._held
-        self._held = []
+        self._held, self._by = [], {"by": self.pid}
         os.write(self.fd, b"".join(held))
         self.write("started", pid=self.pid, after=0)
 
     def taken_over(self) -> bool:
         """Return whether a process that this one has started writes the trace instead."""
-        return os.fstat(self.fd).st_size > self._size
+        return not self._reclaimed and os.fstat(self.fd).st_size > self._size
+
+    def reclaim(self) -> None:
+        """Discard what other processes have written and will write: this one trains, too."""
+        self._reclaimed = True
+        self.write("reclaimed", after=0)
 
 
 def read(data: bytes) -> Trace:
@@ -355,8 +362,11 @@ def read(data: bytes) -> Trace:
     if head["version"] != VERSION:
         raise TraceError(f"the {FORMAT} has version {head['version']}, but only version {VERSION} can be read")
     reader = _Reader(Trace(head["rank"], head["world"]))
-    for line in lines[1:]:
-        reader.add(json.loads(line))
+    events = list(map(json.loads, lines[1:]))
+    own = any(event["event"] == "reclaimed" for event in events)
+    for event in events:
+        if event.pop("by", None) is None or not own:
+            reader.add(event)
     return reader.finished()
 
 

@@ -507,6 +507,8 @@ class ScriptRecorder:
         trains = models.in_training(module) and not is_capturing()
         if main and trains and self.forked() and script_calls.trains_alone(module, self.world):
             self.take_over()
+        if main and trains and torch.is_grad_enabled() and not self.forked() and self.writer.taken_over():
+            self.writer.reclaim()
         self._here.recorded = main and trains and torch.is_grad_enabled() and not (self.backwards or self.forked())
         if main:
             with torch.no_grad():
