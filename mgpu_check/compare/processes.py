@@ -274,8 +274,9 @@ class _RecordedProcess:
         """Return whether the process has ended, and the script failed."""
         code = self.process.returncode
         if self.started() is not None:
-            # The script's first process may end with code 0 although a process that it has started has failed.
-            return self.end() == "raised" or (code is not None and not self.end() and not self.said(*_WAITING))
+            # The script's first process may end with code 0 although a process that it has started has failed. Or it may
+            # kill that process in the end, as Ray does.
+            return self.end() == "raised" or (bool(code) and not self.end() and not self.said(*_WAITING))
         # An interpreter that exits with a process group may abort: a thread of gloo that drops a tensor takes the GIL
         # while the interpreter is torn down (pytorch/pytorch#179291, pytorch/pytorch#190489).
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
