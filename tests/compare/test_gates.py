@@ -81,10 +81,12 @@ def test_a_script_that_starts_its_ranks_itself(compare, way):
         ('{"W": 1}', 2, '{"W": 1}'),
         ("{}", 2, "{}"),
         ("{x}", 2, "{x}"),
+        ("cuda:{R}", 2, "cuda:0 cuda:1"),
+        ("--ids={R,}", 3, "--ids=0,1,2"),
     ],
 )
 def test_arguments_by_world_size(word, world, value):
-    assert fitted([word], world) == [value]
+    assert " ".join(fitted([word], world)) == value
 
 
 def test_a_directory_of_its_own(tmp_path, monkeypatch):
