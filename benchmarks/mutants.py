@@ -26,7 +26,7 @@ AREAS = {
     "tensor parallel": "distributed/tensor/parallel/*",
     "pipelining": "distributed/pipelining/[ms_]*",
     "checkpoint": "distributed/checkpoint/[dfopstu_]*",
-    "hooks and averages": "distributed/algorithms/* distributed/algorithms/*/* distributed/optim/zero* distributed/optim/post*",
+    "hooks and join": "distributed/algorithms/* distributed/algorithms/ddp_comm_hooks/[_d]*",
     "DataParallel and DDP": "nn/parallel/* nn/modules/_functions",
     "loading": "utils/data/* utils/data/_utils/*",
     "devices": "cuda/__init__ cuda/streams cuda/random cuda/graphs cuda/memory utils/checkpoint",

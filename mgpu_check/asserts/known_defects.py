@@ -142,14 +142,6 @@ _TABLE = (
         ),
     ),
     KnownDefect(
-        "batched-power-sgd-refuses",
-        "batched_powerSGD_hook raises AssertionError in its first compressed step: it passes a matrix where a batch "
-        "is needed",
-        "https://github.com/pytorch/pytorch/pull/75157",
-        shown_by=("test_distributed.py::test_low_rank_hook",),
-        strikes=lambda hook: hook == "batched_powerSGD_hook",
-    ),
-    KnownDefect(
         "dtensor-mean-of-unequal-parts",
         "losses of DTensors average the means of parts, even if the parts have unequal sizes",
         "https://github.com/pytorch/pytorch/issues/162692",

@@ -136,12 +136,6 @@ def saved_and_loaded(rank: Rank) -> None:
     assert_checkpoint_continues(TRAINING, saved_checkpoint(TRAINING, rank), rank, saved_by=rank.size)
 
 
-def zero(rank: Rank) -> None:
-    from mgpu_check.suite.sharded.zero import assert_zero_agrees  # torch warns of itself as it is imported
-
-    assert_zero_agrees(TRAINING, rank)
-
-
 @dataclass(frozen=True)
 class Case:
     """A check that fails on one rank, by itself, before the last collective.
@@ -183,7 +177,6 @@ CASES = (
          "then one step, rank 2: lacks step 2: gradient of 0.weight"),
     Case("SyncBatchNorm", lambda rank: assert_sync_batchnorm_agrees(rank, 5),
          misread("suite.sharded.sync_batchnorm.gradient_or_zeros"), "momentum 0.25"),
-    Case("ZeroRedundancyOptimizer", zero, misread("suite.sharded.zero.seen"), "the first value of each option"),
     Case("parameter server", lambda rank: ranks_parallel.assert_parameter_server_agrees(TRAINING, rank),
          misread("suite.parallelism.handwritten_parallelism.copied"), "one server"),
     Case("tensor parallelism", lambda rank: ranks_parallel.assert_tensor_parallel_agrees(TRAINING, rank),

@@ -43,8 +43,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         " torch.nn.parallel.DistributedDataParallel.to_kwargs"),
     LeftOut("an abstract class: checks draw its subclasses",
         _of(_DIST, "checkpoint.LoadPlanner* checkpoint.SavePlanner* checkpoint.StorageReader* "
-            "checkpoint.StorageWriter* algorithms.Join*Hook* algorithms.Joinable* "
-            "algorithms.model_averaging.averagers.ModelAverager*")),
+            "checkpoint.StorageWriter* algorithms.Join*Hook* algorithms.Joinable*")),
     LeftOut("the engine calls it before each test, and fails without it",
         _of(_DIST, "init_process_group is_available rendezvous register_rendezvous_handler")),
     LeftOut("about another backend than NCCL and gloo, or a plug-in",
@@ -107,8 +106,19 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("another name of a parameter that is drawn", _of(_CUDA, "nccl.reduce"), "outputs"),
     LeftOut("with a backward pass in two parts torch receives in another order than it sends: pytorch#178815",
         _of(_DIST, "pipelining.Schedule*"), "defer_pp_recv"),
-    LeftOut("an experimental overlap, whose hooks are in no public module",
-        _DIST + "optim.ZeroRedundancyOptimizer", "overlap_with_ddp"),
+    LeftOut("an optimizer of the older kind, whose parts fully_shard has too; or of local SGD, an approximation",
+        _of(_DIST, "optim.ZeroRedundancyOptimizer* optim.PostLocalSGDOptimizer*")),
+    LeftOut("it changes files, plans or threads of a checkpoint; or saves in one process, or in a group",
+        _of(_DIST, "checkpoint.async_save checkpoint.load checkpoint.save checkpoint.Default*Planner "
+            "checkpoint.FileSystemWriter"),
+        "flatten_* allow_partial_load dedup_* enable_plan_caching single_file_per_rank sync_files thread_count "
+        "per_thread_copy_ahead cache_staged_state_dict overwrite storage_* planner process_group async_stager no_dist "
+        "use_collectives"),
+    LeftOut("torch passes plans between its own planners", _of(_DIST, "checkpoint.SavePlan"), "usable"),
+    LeftOut("torch calls it for a checkpoint that a stager of another class copies",
+        _of(_DIST, "checkpoint.FileSystemWriter.stage")),
+    LeftOut("it delays gradients to overlap them, and no check has a use of it",
+        "torch.nn.parallel.DistributedDataParallel", "delay_all_reduce_named_params param_to_hook_all_reduce"),
     LeftOut("it reads a variable of the environment that the launcher sets",
         _of(_DIST, "get_node_local_rank is_torchelastic_launched")),
     LeftOut("it replays or times the work of one device", _of(_CUDA, "CUDAGraph* graph* make_graphed_callables "

@@ -34,7 +34,7 @@ COPIED = (*REDUCED, "float8_e4m3fn", "float8_e5m2")
 OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 _NEWER = "another name of a function that is called, by both names"
-_COALESCED = "several tensors in one call: see `functional.assert_coalesced_match`"
+_COALESCED = "deprecated: a coalescing manager takes its place, and is called"
 NOT_CALLED: Mapping[str, str] = {
     **dict.fromkeys((row.newer for row in COLLECTIVES.values() if row.newer), _NEWER),
     **dict.fromkeys(("all_reduce_coalesced", "all_gather_coalesced"), _COALESCED),

@@ -598,14 +598,14 @@ def _adam(p: Any, g: Any, state: _State, t: int, o: _Options) -> Any:
     return p - o["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + o["eps"])
 
 
-_STEPS: Mapping[Any, _Step] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, torch.optim.AdamW: _adam}
+_STEPS: Mapping[Any, _Step] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam}
 
 
 class DocumentedSteps:
-    """Steps of parameters, each with options of its own, by an `optimizer_type`: SGD, Adam or AdamW."""
+    """Steps of parameters, each with options of its own, by an `optimizer_type`: SGD or Adam."""
 
     def __init__(self, optimizer_type: Any) -> None:
-        self.decoupled, self.step = optimizer_type is torch.optim.AdamW, _STEPS[optimizer_type]
+        self.step = _STEPS[optimizer_type]
         self.states: dict[int, _State] = {}  # the state of each parameter, by its number
 
     def stepped(
@@ -616,7 +616,5 @@ class DocumentedSteps:
         for number, (p, g, o) in enumerate(zip(parameters, gradients, options, strict=True)):
             state = self.states.setdefault(number, {"steps": 0})
             state["steps"] += 1
-            decay = o.get("weight_decay", 0.0)
-            moved = self.step(p, g if self.decoupled else g + decay * p, state, state["steps"], o)
-            updated.append(moved - o["lr"] * decay * p if self.decoupled else moved)
+            updated.append(self.step(p, g, state, state["steps"], o))
         return updated

@@ -658,13 +658,6 @@ register(
         around(functional, "reduce_scatter_tensor_coalesced"),
         lambda real, own, op, *args, **kwargs: real(own, "sum", *args, **kwargs),
         When("MIN", lambda real, own, op, *_, **__: op == "min")),
-    FaultRow("last-not-reduced", "a coalesced all_reduce leaves out the last tensor", _COALESCED,
-        given(dist, "all_reduce_coalesced"), lambda tensors, *_, **__: (tensors[:-1],)),
-    FaultRow("doubled-when-late", "an asynchronous coalesced all_reduce doubles its first tensor", _COALESCED,
-        given(dist, "all_reduce_coalesced"), lambda tensors, *_, **__: tensors[0].mul_(2),
-        When("async", lambda *_, async_op=False, **__: async_op)),
-    FaultRow("coalesced-ranks-mixed-up", "a coalesced all_gather mixes up the tensors of the ranks", _COALESCED,
-        given(dist, "all_gather_coalesced"), lambda output, *_, **__: (output[::-1],), "2 ranks and more"),
     FaultRow("parts-of-the-last-swapped", "reduce_scatter_tensor swaps the parts of the last two ranks", _OTHERS,
         instead("reduce_scatter_tensor"), lambda call: call.proceed(call.args[0], torch.cat(
             [*(parts := call.args[1].chunk(call.size))[:-2], parts[-1], parts[-2]])),
@@ -720,13 +713,3 @@ def parts_by_rank_of_the_world(own: torch.Tensor, op: str, dim: int, group: Any,
     ranks = dist.get_process_group_ranks(group)
     chunks = own.chunk(len(ranks), dim)
     return (torch.cat([chunks[rank % len(ranks)] for rank in ranks], dim),) if _is_of_some(group) else None
-
-
-@fault("all_reduce_coalesced reduces every fourth tensor twice", _COALESCED, by=around(dist, "all_reduce_coalesced"),
-       when="more than four tensors")  # fmt: skip
-def fifth_coalesced_twice(real: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    works = [real(tensors[max(0, start - 1) : start + 4], *args, **kwargs) for start in range(0, len(tensors), 4)]
-    for work in works[:-1]:
-        if work is not None:
-            work.wait()
-    return works[-1]

@@ -170,34 +170,10 @@ def judge_functional(team: Team, account: CallTally, dtype: torch.dtype, seed: i
     account.compare("the transposed input of functional collectives", by_columns, matrices[me])
 
 
-def judge_coalesced(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
+def judge_coalesced(team: Team, account: CallTally, seed: int) -> None:
     """Judge whether coalesced collectives give the same results as separate calls for each tensor."""
-    size, me, group = team.size, team.position, team.group
-    matrices = [
-        [numbers_of(position, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
-        for position in range(size)
-    ]
-    for asynchronous in (False, True):
-        late = ", async" if asynchronous else ""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            tensors = [matrix.to(team.rank.device) for matrix in matrices[me]]
-            if (work := dist.all_reduce_coalesced(tensors, group=group, async_op=asynchronous)) is not None:
-                work.wait()
-            for number, got in enumerate(tensors):
-                expected = torch.stack([matrices[position][number] for position in range(size)]).sum(0, dtype=dtype)
-                account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, expected)
     for asynchronous, op in ((False, "SUM"), (True, "SUM"), (bool(seed % 2), ("MAX", "MIN")[seed // 2 % 2])):
         _in_one_call(team, account, seed, asynchronous, op)
-    # On the CPU, by gloo: NCCL does not support all_gather_coalesced of lists.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        lists = [[torch.empty_like(matrix) for matrix in matrices[me]] for _ in range(size)]
-        dist.all_gather_coalesced(lists, matrices[me], group=group)
-        for position in range(size):
-            for number, got in enumerate(lists[position]):
-                label = f"all_gather_coalesced, tensor {number} of rank {team.members[position]}"
-                account.compare(label, got, matrices[position][number])
 
 
 def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, op: str) -> None:
@@ -353,7 +329,7 @@ def assert_differentiable_match_in_groups(rank: Rank, seed: int) -> None:
     run_all(partial(assert_differentiable_match, rank, seed, members) for members in ((), *some_groups(rank, seed)))
 
 
-def assert_coalesced_match_in_groups(rank: Rank, dtype: str, seed: int) -> None:
+def assert_coalesced_match_in_groups(rank: Rank, seed: int) -> None:
     """Assert that coalesced collectives match separate calls: of all ranks, and in a group."""
-    judge = partial(judge_coalesced, dtype=getattr(torch, dtype), seed=seed)
+    judge = partial(judge_coalesced, seed=seed)
     run_all(partial(judged, rank, members, judge) for members in ((), *some_groups(rank, seed)[:1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel import distributed as distributed_module
@@ -210,25 +207,13 @@ register(
     FaultRow("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called",
         "test_gradient_hooks", around(torch.Tensor, "register_hook"),
         lambda real, self, hook: real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)),
-    FaultRow("delayed-gradients-summed", "delayed gradients are summed instead of averaged", "test_delayed_parameters",
-        given(DDP, "_delayed_all_reduce_hook"),
-        lambda self, *_: self._delay_grad_buffer.mul_(self.process_group.size()), "delay_all_reduce_named_params"),
     FaultRow("accumulated-forgotten", "the last rank loses gradients accumulated within no_sync", "test_accumulation",
         given(DDP, "forward"), lambda self, *_, **__: [parameter.grad.zero_() for parameter in self.module.parameters()
             if self.require_backward_grad_sync and parameter.grad is not None], LAST_RANK),
 )  # fmt: skip
 
 
-low_rank_hook = caught_by("test_low_rank_hook")
-
-
-def _is_local(real: object, state: Any, bucket: object) -> bool:
-    return bool(state.iter >= state.start_localSGD_iter)
-
-
 _COMPRESSING = around(default_hooks, "_compress_hook")
-_POWER = "powerSGD_hook"
-_LOCAL_SGD_HOOK = around(post_localSGD_hook, "post_localSGD_hook")
 
 
 @fault("the last rank keeps the result of a communication hook in the third step for all later steps",
@@ -253,24 +238,6 @@ def divided_after_the_sum(real: Any, dtype: torch.dtype, group: Any, bucket: Any
     return done.then(lambda added: buffer.copy_(added.value()[0] / size))
 
 
-def _feedback_times(factor: float, future: Any, state: Any, bucket: Any) -> Any:
-    """Multiply the error feedback that PowerSGD keeps for a bucket, once it keeps any."""
-    index = bucket.index()
-    return changed(future, lambda result: state.error_dict[index].mul_(factor) if index in state.error_dict else None)
-
-
-@low_rank_hook("batched PowerSGD keeps half of its error feedback", when="batched_powerSGD_hook")
-def left_out_of_a_batch() -> Iterator[None]:
-    # Without this the hook does not compress at all: see the known defects.
-    with (
-        around(powerSGD_hook, "_orthogonalize")(
-            lambda real, matrices, epsilon=0: real(matrices if matrices.dim() == 3 else matrices[None], epsilon)
-        ),
-        returned(powerSGD_hook, "batched_powerSGD_hook")(partial(_feedback_times, 0.5)),
-    ):
-        yield
-
-
 register(
     __name__,
     FaultRow("hook-for-the-first-bucket", "a communication hook is not called for buckets after the first",
@@ -281,15 +248,8 @@ register(
         "test_averaging_hooks", hooked,
         lambda hook, state, bucket, *_: changed(hook(state, bucket), lambda result: result.view(-1)[:1].add_(1)),
         LAST_RANK & When("one of three buckets", lambda hook, state, bucket, model: bucket.index() % 3 == 1)),
-    FaultRow("columns-not-orthogonal", "PowerSGD normalizes the columns of its factor, but leaves them oblique",
-        "test_low_rank_hook", around(powerSGD_hook, "_orthogonalize"),
-        lambda real, matrices, *_: matrices.div_(matrices.norm(dim=-2, keepdim=True) + 1e-8),
-        "matrix_approximation_rank=2"),
-    FaultRow("three-columns-not-factorized", "PowerSGD does not orthogonalize factors of three columns",
-        "test_low_rank_hook", around(powerSGD_hook, "_orthogonalize"), lambda *_: None,
-        When("matrix_approximation_rank=3", lambda real, matrices, *_: matrices.shape[-1] > 2)),
     FaultRow("gradients-told-in-reverse", "GradBucket.gradients returns the gradients in reverse order",
-        ("test_averaging_hooks", "test_low_rank_hook"), returned(c10d.GradBucket, "gradients"),
+        "test_averaging_hooks", returned(c10d.GradBucket, "gradients"),
         lambda gradients, *_: gradients[::-1], "buckets of several parameters"),
     FaultRow("float16-hook-in-bfloat16", "fp16_compress_hook compresses to bfloat16", "test_compressing_hooks",
         _COMPRESSING, lambda real, dtype, *args: real(torch.bfloat16, *args),
@@ -300,49 +260,15 @@ register(
     FaultRow("wrapped-hook-in-float32", "a hook wrapped for compression gets uncompressed gradients",
         "test_compressing_hooks", around(default_hooks, "bf16_compress_wrapper"), lambda real, hook: hook,
         "bf16_compress_wrapper"),
-    FaultRow("never-local", "post_localSGD_hook averages over all ranks in local steps, too", "test_hooks_in_groups",
-        _LOCAL_SGD_HOOK, lambda real, state, bucket: default_hooks.allreduce_hook(state.process_group, bucket),
-        When("local steps", lambda *arguments: _is_local(*arguments) and arguments[1].post_local_gradient_allreduce),
-        least_gpus=2),
-    FaultRow("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
-        "test_hooks_in_groups", _LOCAL_SGD_HOOK,
-        lambda real, state, bucket: default_hooks.allreduce_hook(state.subgroup, bucket),
-        When("post_local_gradient_allreduce=False", _is_local), least_gpus=2),
-    FaultRow("low-rank-result-narrowed", "PowerSGD's result is kept in bfloat16 on the last rank", "test_low_rank_hook",
-        around(powerSGD_hook, _POWER), lambda real, state, bucket:
-            changed(real(state, bucket), lambda result: result.copy_(result.to(torch.bfloat16))),
-        LAST_RANK & When("from the second step on",
-            lambda real, state, bucket: state.iter >= state.start_powerSGD_iter)),
-    FaultRow("batch-compressed-too-soon", "batched PowerSGD compresses from its first step on", "test_low_rank_hook",
-        given(powerSGD_hook, "batched_powerSGD_hook"),
-        lambda state, bucket: setattr(state, "iter", max(state.iter, state.start_powerSGD_iter)),
-        "batched_powerSGD_hook, steps before start_powerSGD_iter"),
-    FaultRow("left-out-of-later-buckets", "PowerSGD loses the error feedback of buckets after the first",
-        "test_low_rank_hook", returned(powerSGD_hook, _POWER), partial(_feedback_times, 0.0),
-        When("several buckets", lambda future, state, bucket: bucket.index() > 0)),
     FaultRow("compressed-mean-over-all", "a compressing hook in a group divides by the number of all ranks",
         "test_hooks_in_groups", _COMPRESSING, lambda real, dtype, group, bucket: changed(real(dtype, group, bucket),
             lambda mean: mean.mul_(dist.get_world_size(group) / dist.get_world_size())),
         "hooks with a group of some ranks", 2),
-    FaultRow("left-out-of-cold-starts", "PowerSGD without a warm start loses its error feedback", "test_low_rank_hook",
-        given(powerSGD_hook, _POWER), lambda state, bucket: state.error_dict[bucket.index()].zero_(),
-        When("warm_start=False, from the second compressed step on",
-            lambda state, bucket: not state.warm_start and bucket.index() in state.error_dict)),
-    FaultRow("left-out-added-twice", "PowerSGD adds its error feedback to the next gradient twice",
-        "test_low_rank_hook", given(powerSGD_hook, _POWER),
-        lambda state, bucket: [kept.mul_(2) for kept in state.error_dict.values()],
-        "from the second compressed step on"),
-    FaultRow("local-too-soon", "post_localSGD_hook counts buckets as steps and becomes local too early",
-        "test_hooks_in_groups", around(post_localSGD_hook.PostLocalSGDState, "maybe_increase_iter"),
-        lambda real, self, bucket: setattr(self, "iter", self.iter + 1), "several buckets", 2),
 )  # fmt: skip
 
 
 buffers = caught_by("test_buffers")
-model_averagers = caught_by("test_model_averagers")
 
-_LOCAL_SGD = "torch.distributed.optim:PostLocalSGDOptimizer"
-"""Imported only by its faults, because this import makes torch compile functions of the optimizers."""
 _UNUSED_VIEWS = of_model(
     "find_unused_parameters and gradient_as_bucket_view",
     lambda model: model.find_unused_parameters and model.gradient_as_bucket_view,
@@ -382,13 +308,6 @@ def _is_counted_in_half(result: Any, param: torch.Tensor, value: object, *rest: 
     return (rest[2:] or [key])[0] == "step" and isinstance(result, torch.Tensor) and param.dtype.itemsize == 2
 
 
-@model_averagers("PostLocalSGDOptimizer averages parameters before its own step", around(_LOCAL_SGD, "step"),
-    "steps with an average", least_gpus=2)  # fmt: skip
-def averaged_before_the_step(real: Any, self: Any) -> None:
-    self.averager.average_parameters(params=self.optim.param_groups)
-    self.optim.step()
-
-
 register(
     __name__,
     FaultRow("arguments-detached", "arguments moved to the device get no gradient", "test_arguments",
@@ -412,19 +331,9 @@ register(
         returned(torch.amp.GradScaler, "scale"),
         lambda scaled, self, outputs: type(scaled)([*scaled[:-1], outputs[-1]]),
         When("lists and tuples", lambda scaled, *_: not isinstance(scaled, torch.Tensor))),
-    FaultRow("averaged-from-the-start", "averagers also average during warm-up", "test_model_averagers",
-        given(PeriodicModelAverager, "average_parameters"), lambda self, *args: setattr(self, "warmup_steps", 0),
-        "the first steps"),
-    FaultRow("averager-begins-anew", "a loaded optimizer of local SGD counts its steps from 0", "test_model_averagers",
-        returned(_LOCAL_SGD, "load_state_dict"), lambda result, self, state_dict: setattr(self.averager, "step", 0),
-        "load_state_dict after a step", least_gpus=2),
     FaultRow("scale-of-the-first-optimizer", "GradScaler updates its scale by the first optimizer only", "test_scaler",
         given(torch.amp.GradScaler, "update"), lambda self, *_, **__: [state.update(found_inf_per_device={})
             for state in list(self._per_optimizer_states.values())[1:]], "two optimizers, an infinity in the second"),
-    FaultRow("fewer-ranks-averaged", "if two periods are due, the average is over the smaller group",
-        "test_model_averagers", around(HierarchicalModelAverager, "_find_process_group"), lambda real, self: next(
-            (self.period_process_group_dict[period] for period in self._periods if self.step % period == 0), None),
-        "HierarchicalModelAverager, steps that two periods divide", 4),
 )  # fmt: skip
 
 

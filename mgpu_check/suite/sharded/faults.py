@@ -1,4 +1,4 @@
-"""Planted faults of sharding: meshes, DTensors, FSDP2 and FSDP1, SyncBatchNorm, ZeRO, and checkpoints."""
+"""Planted faults of sharding: meshes, DTensors, FSDP2 and FSDP1, SyncBatchNorm, and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from mgpu_check.suite.common.faults.planting import (
     counted,
     given,
     is_last,
-    keyword,
     optimized,
     ranks_here,
     returned,
@@ -432,14 +431,9 @@ register(
 
 
 sync_batchnorm = caught_by("test_sync_batchnorm")
-zero_redundancy_optimizer = caught_by("test_zero_redundancy_optimizer")
-zero_redundancy_state = caught_by("test_zero_redundancy_state")
 
-_ZERO = "torch.distributed.optim:ZeroRedundancyOptimizer"
-"""Imported by its faults only, because this import makes torch compile functions of the optimizers."""
 _LAST = When("on the last rank", lambda *args, **kwargs: is_last())
 _EMPTY = When("a rank without samples", lambda real, self, x: not x.numel())
-_VIEWS = When("parameters_as_bucket_view", lambda real, self: self.parameters_as_bucket_view and is_last())
 
 
 @sync_batchnorm("SyncBatchNorm of a rank without samples keeps the statistics of before",
@@ -452,68 +446,6 @@ def statistics_of_no_samples_kept(real: Any, self: nn.SyncBatchNorm, x: torch.Te
     return normed
 
 
-@zero_redundancy_optimizer("the last rank keeps a parameter from the previous step", around(_ZERO, "step"),
-    counted("from the second step on", lambda count: count.every(2)) & _LAST)  # fmt: skip
-def stale_parameters_of_others(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    parameter = optimized(self)[0].detach()
-    before = parameter.clone()
-    result = real(self, *args, **kwargs)
-    parameter.copy_(before)
-    return result
-
-
-@zero_redundancy_optimizer("parameters in buckets are broadcast before their optimizer step",
-    around(_ZERO, "_sync_params"), _VIEWS)  # fmt: skip
-def buckets_sent_too_early(real: Any, self: Any) -> None:
-    before = [parameter.detach().clone() for parameter in optimized(self)]
-    real(self)
-    for parameter, old in zip(optimized(self), before, strict=True):
-        parameter.detach().copy_(old)
-
-
-@zero_redundancy_optimizer("parameters added to an optimizer later are sharded, but not broadcast",
-    when="add_param_group, several ranks")  # fmt: skip
-def later_group_not_sent() -> Iterator[None]:
-    late: set[torch.Tensor] = set()
-
-    def add(result: None, self: Any, param_group: dict[str, Any]) -> None:
-        late.update(param_group["params"] if self.initialized else ())
-
-    def send(real: Any, self: Any) -> None:
-        kept = [(value, value.detach().clone()) for value in late.difference(optimized(self.optim))]
-        real(self)
-        for value, before in kept:
-            value.data.copy_(before)
-
-    with returned(_ZERO, "add_param_group")(add), around(_ZERO, "_sync_params")(send):
-        yield
-
-
-@zero_redundancy_state("the consolidated state lacks the second moments of one rank", returned(_ZERO, "state_dict"),
-    "the state of rank 0")  # fmt: skip
-def state_put_together_in_part(state: dict[str, Any], self: Any) -> None:
-    torch.cuda.synchronize()
-    entry = next(entry for entry in state["state"].values() if entry)
-    entry["exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
-
-
-@zero_redundancy_state("of the changes of a scheduler, only the learning rate reaches the optimizers of the ranks",
-    around(_ZERO, "_sync_param_groups"), "a weight decay that changes")  # fmt: skip
-def rates_alone_shared(real: Any, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    kept = [(group, group["weight_decay"]) for group in target if group.get("weight_decay") is not None]
-    real(source, target)
-    for group, decay in kept:
-        group["weight_decay"] = decay
-
-
-@zero_redundancy_state("the first consolidated state is returned by all later calls",
-    around(_ZERO, "consolidate_state_dict"), "the second consolidation")  # fmt: skip
-def consolidated_once(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    before = self._all_state_dicts
-    real(self, *args, **kwargs)
-    self._all_state_dicts = before or self._all_state_dicts
-
-
 register(
     __name__,
     FaultRow("sums-of-gradients-local", "the gradients of SyncBatchNorm use sums over the own samples",
@@ -524,13 +456,6 @@ register(
         given(nn.SyncBatchNorm, "forward"), lambda self, *_: self.num_batches_tracked.zero_(),
         When("momentum=None, from the second step on",
             lambda self, x: self.momentum is None and self.training and self.num_batches_tracked is not None)),
-    FaultRow("schedule-of-the-first-group", "a scheduler changes the first parameter group only",
-        "test_zero_redundancy_state", given(_ZERO, "_sync_param_groups"),
-        lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),
-    FaultRow("defaults-of-views-lost", "the default weight decay is lost with parameters_as_bucket_view",
-        "test_zero_redundancy_state", around(_ZERO, "__init__"),
-        lambda real, self, *args, weight_decay=0.0, **kwargs: real(self, *args, **kwargs),
-        keyword("parameters_as_bucket_view", True)),
     FaultRow("group-lost-in-conversion", "convert_sync_batchnorm ignores process_group", "test_sync_batchnorm",
         returned(nn.SyncBatchNorm, "__init__"),
         lambda result, self, *args, **kwargs: setattr(self, "process_group", None), "process_group="),
@@ -540,13 +465,6 @@ register(
     FaultRow("samples-not-counted", "SyncBatchNorm weighs all ranks alike", "test_sync_batchnorm",
         given(torch, "batch_norm_gather_stats_with_counts"),
         lambda *args: (*args[:-1], torch.full_like(args[-1], float(args[-1].mean()))), "different numbers of samples"),
-    FaultRow("rates-of-groups-lost", "a loaded state has the rate of the first group in all groups",
-        "test_zero_redundancy_state", returned(_ZERO, "load_state_dict"),
-        lambda result, self, state: [group.update(lr=self.param_groups[0]["lr"])
-            for group in (*self.param_groups, *self.optim.param_groups)], "the second group of parameters"),
-    FaultRow("changes-lost-in-step", "a step resets the changes of a scheduler, which a consolidation would have kept",
-        "test_zero_redundancy_state", given(_ZERO, "_local_step"),
-        lambda self, *_, **__: self._sync_param_groups(self.optim.param_groups, self.param_groups)),
 )  # fmt: skip
 
 
@@ -592,14 +510,6 @@ _SEVERAL_GROUPS = "flatten_optimizer_state_dict, several groups of parameters"
 def flat_momentum_of_the_first_group(flat_state: dict[str, Any], *args: Any) -> None:
     for name in (name for group in flat_state["param_groups"][1:] for name in group["params"]):
         flat_state["state"][name] = {key: value * 0 for key, value in flat_state["state"][name].items()}
-
-
-@fault("entries that a checkpoint lacks become zeros", "test_options_of_checkpoints",
-       by=returned(default_planner, "create_default_local_load_plan"), when="allow_partial_load")  # fmt: skip
-def lacking_set_to_zero(plan: Any, state: dict[str, Any], metadata: Any, *args: Any) -> None:
-    for name, value in state.items():
-        if name not in metadata.state_dict_metadata and isinstance(value, torch.Tensor):
-            value.zero_()
 
 
 register(

@@ -6,7 +6,6 @@ Data are exact where possible, so results must have the bits of one device; see
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
@@ -84,20 +83,6 @@ def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
     """SyncBatchNorm over ranks with different numbers of samples equals BatchNorm of all samples on one device."""
     for size in sizes:
         ranks.run("mgpu_check.suite.sharded.sync_batchnorm:assert_sync_batchnorm_agrees", seed, size=size)
-
-
-@examples(8, quick=1)
-@given(size=WORLDS, training=TRAININGS)
-def test_zero_redundancy_optimizer(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """ZeroRedundancyOptimizer leaves the parameters of one device on all ranks, after each step."""
-    ranks.run("mgpu_check.suite.sharded.zero:assert_zero_agrees", training, size=size)
-
-
-@examples(6, quick=1)
-@given(size=WORLDS, training=TRAININGS)
-def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """The state of ZeroRedundancyOptimizer is divided among ranks, can be consolidated, and resumes when loaded."""
-    ranks.run("mgpu_check.suite.sharded.zero:assert_zero_state_agrees", training, size=size)
 
 
 @examples(8, quick=1)
@@ -183,16 +168,6 @@ def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: 
             saving,
             size=loading,
         )
-
-
-@pytest.mark.filterwarnings(  # options: overwrite a checkpoint, and save or load in one process
-    "ignore:Detected an existing checkpoint", "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-@examples(2, quick=1)
-@given(size=WORLDS, seed=SEEDS, more=MORE)
-def test_options_of_checkpoints(ranks: Ranks, size: int, seed: int, more: bool) -> None:
-    """Checkpoints are loaded as they were saved with each pair of options of planners, files and saving."""
-    ranks.run("mgpu_check.suite.sharded.checkpoints:assert_checkpoint_options_agree", seed, more=more, size=size)
 
 
 @examples(2, quick=1)
