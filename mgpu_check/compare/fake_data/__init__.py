@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from mgpu_check.processes.scratch import Scratch
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
 _MOST = 12  # lines about things that were made
+_SHOWN = ("samples", "columns", "shape", "dtype", "classes")
 
 
 def plan_file(text: str) -> Path:
@@ -55,6 +56,7 @@ class FakeData:
         tables = tomllib.loads(plan.read_text(encoding="utf-8")) if plan.is_file() else {}
         self._scratch = Scratch.new("compare")
         Path(self._scratch.path, "plan.json").write_text(json.dumps(tables), encoding="utf-8")
+        Path(self._scratch.path, "notes").touch()
 
     def __enter__(self) -> Self:
         return self
@@ -73,10 +75,7 @@ class FakeData:
         return {**shared, **dict.fromkeys(_OFFLINE, "1")}
 
     def _notes(self) -> list[dict[str, Any]]:
-        try:
-            lines = Path(self._scratch.path, "notes").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return []
+        lines = Path(self._scratch.path, "notes").read_text(encoding="utf-8").splitlines()
         notes: dict[tuple[bool, str], dict[str, Any]] = {}
         for note in map(json.loads, lines):
             notes.setdefault((note["kind"] == "missing", note["name"]), note)
@@ -87,36 +86,26 @@ class FakeData:
         notes = self._notes()
         made = [note for note in notes if note["kind"] != "missing"]
         if made:
-            number = (
-                "1 thing that the script lacks was"
-                if len(made) == 1
-                else f"{len(made)} things that the script lacks were"
-            )
-            yield f"fake data: {number} made, with random contents"
+            number, was = ("1 thing", "was") if len(made) == 1 else (f"{len(made)} things", "were")
+            yield f"fake data: {number} that the script lacks {was} made, with random contents"
         for note in made[:_MOST]:
-            form = f"{note['form']}{_options(note['options'])}"
-            yield f"  {note['kind']} {note['name']}: {form}, for {note['call']} at {note['line']}"
+            shown = {key: value for key, value in note["options"].items() if key in _SHOWN}
+            options = (f", {key} {' '.join(it) if isinstance(it, dict) else it}" for key, it in shown.items())
+            yield f"  {note['kind']} {note['name']}: {note['form']}{''.join(options)}, {_origin(note)}"
         if len(made) > _MOST:
             yield f"  and {len(made) - _MOST} more; --fake-data=plan.toml writes all"
         for note in notes if failed else ():
             if note["kind"] == "missing":
-                yield f"not made: {note['name']}, for {note['call']} at {note['line']}: {note['form']}"
+                yield f"not made: {note['name']}, {_origin(note)}: {note['form']}"
                 yield f"do: {note['do']}"
 
 
-def _options(options: Mapping[str, Any]) -> str:
-    brief = {key: value for key, value in options.items() if key in ("samples", "columns", "shape", "dtype", "classes")}
-    return "".join(f", {key} {' '.join(value) if isinstance(value, dict) else value}" for key, value in brief.items())
+def _origin(note: Mapping[str, Any]) -> str:
+    return f"for {note['call']} at {note['line']}"
 
 
 def _table(note: Mapping[str, Any]) -> str:
-    lines = [f"# {note['kind']}: {note['form']}, for {note['call']} at {note['line']}", f"[{json.dumps(note['name'])}]"]
-    return "\n".join([*lines, *(f"{key} = {_toml(value)}" for key, value in note["options"].items()), ""])
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value)
+    """Return the table of a plan. Its values are JSON, but for the equals signs in tables."""
+    options = ((key, json.dumps(value, separators=(", ", " = "))) for key, value in note["options"].items())
+    comment = f"# {note['kind']}: {note['form']}, {_origin(note)}"
+    return "\n".join([comment, f"[{json.dumps(note['name'])}]", *(f"{key} = {value}" for key, value in options), ""])

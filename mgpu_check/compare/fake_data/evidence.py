@@ -9,14 +9,13 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 from mgpu_check.processes.tracebacks import is_installed
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_STANDARD = os.path.dirname(os.__file__) + os.sep
 _WALKERS = (os.__file__, glob.__file__, pathlib.__file__.removesuffix("__init__.py"))  # they ignore errors
 _ABSENCE = {"FileNotFoundError", "OSError", "IOError", "EnvironmentError"}
 _ENDS = {"exit", "_exit", "quit", "abort", "error", "fatal", "fail"}
@@ -36,23 +35,24 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_of_user(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return not file.startswith("<") and not is_installed(file) and not file.startswith((_PACKAGE, _STANDARD))
+def is_of_user(file: str) -> bool:
+    """Return whether a source file is neither installed nor generated."""
+    return not file.startswith(("<", _PACKAGE)) and not is_installed(file)
 
 
 def calling_frame() -> FrameType | None:
     """Return the innermost frame of the user's code; None in a thread of a library."""
-    return next(filter(is_of_user, frames()), None)
+    return next((frame for frame in frames() if is_of_user(frame.f_code.co_filename)), None)
 
 
 @functools.cache
-def tree_of(file: str) -> ast.Module:
-    """Return the parsed source of a file; an empty module if it cannot be parsed."""
+def _nodes(file: str) -> list[ast.AST]:
+    """Return the nodes of a source file in the order of their lines; none if it cannot be parsed."""
     try:
-        return ast.parse(Path(file).read_bytes())
+        nodes = list(ast.walk(ast.parse(Path(file).read_bytes())))
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
+        return []
+    return sorted(nodes, key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
 
 
 def _spans(nodes: Sequence[ast.stmt | ast.expr], line: int) -> bool:
@@ -69,75 +69,61 @@ def _ends(body: list[ast.stmt]) -> bool:
     return any(isinstance(it, ast.Raise) or (isinstance(it, ast.Call) and _name(it.func) in _ENDS) for it in nodes)
 
 
-def _catches(handler: ast.ExceptHandler) -> bool:
-    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return not _ABSENCE.isdisjoint(map(_name, types)) and not _ends(handler.body)
-
-
 def is_handled() -> bool:
     """Return whether the code catches the error of a missing file and continues, so that it needs no file."""
     for frame in frames():
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if file.startswith(("<", *_WALKERS)):
-            continue
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.Try) and _spans(node.body, line) and any(map(_catches, node.handlers)):
+        nodes = [] if file.startswith(("<", *_WALKERS)) else _nodes(file)
+        tries = [node for node in nodes if isinstance(node, ast.Try) and _spans(node.body, line)]
+        for handler in (handler for node in tries for handler in node.handlers):
+            types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+            if not _ABSENCE.isdisjoint(map(_name, types)) and not _ends(handler.body):
                 return True
     return False
 
 
 def is_demanded(frame: FrameType) -> bool:
     """Return whether the code ends if the file that it asks about does not exist."""
-    line = frame.f_lineno
-    for node in ast.walk(tree_of(frame.f_code.co_filename)):
-        if isinstance(node, ast.Assert) and _spans([node], line):
-            return True
-        if isinstance(node, ast.If) and _spans([node.test], line):
+    for node in _nodes(frame.f_code.co_filename):
+        if isinstance(node, (ast.Assert, ast.If)) and _spans([node.test], frame.f_lineno):
             negated = any(isinstance(it, ast.UnaryOp) and isinstance(it.op, ast.Not) for it in ast.walk(node.test))
+            if isinstance(node, ast.Assert):
+                return not negated
             return _ends(node.body if negated else node.orelse)
     return False
 
 
-def _constants(file: str) -> Iterator[ast.Constant]:
-    return (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Constant))
-
-
-def has_constant(file: str, value: object) -> bool:
-    return any(node.value == value for node in _constants(file))
+def _strings_of(nodes: Iterable[ast.AST | None]) -> list[str]:
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def strings(file: str) -> list[str]:
     """Return the strings in a source file, in the order of their lines."""
-    nodes = [node for node in _constants(file) if isinstance(node.value, str)]
-    return [str(node.value) for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset))]
+    return _strings_of(_nodes(file))
 
 
 def keys(file: str) -> list[str]:
     """Return the keys of rows that a source file uses: ``row["a"]``, ``row.get("a")`` and ``frame[["a", "b"]]``."""
-    names: list[tuple[int, object]] = []
-    for node in ast.walk(tree_of(file)):
+    names: list[str] = []
+    for node in _nodes(file):
         owner, index = None, None
         if isinstance(node, ast.Subscript):
             owner, index = node.value, node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
             owner, index = node.func.value, next(iter(node.args), None)
-        if index is not None and not _NO_ROWS.fullmatch(_name(owner).lower()):
-            parts = index.elts if isinstance(index, ast.List) else [index]
-            names += [(part.lineno, part.value) for part in parts if isinstance(part, ast.Constant)]
-    return list(dict.fromkeys(value for _, value in sorted(names, key=lambda it: it[0]) if isinstance(value, str)))
+        if not _NO_ROWS.fullmatch(_name(owner).lower()):
+            names += _strings_of(index.elts if isinstance(index, ast.List) else [index])
+    return list(dict.fromkeys(names))
 
 
 def lists_classes(file: str) -> bool:
     """Return whether a source file lists directories in a directory."""
-    names = [_name(node.func) for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)]
+    names = [_name(node.func) for node in _nodes(file) if isinstance(node, ast.Call)]
     return not _DIRECTORIES.isdisjoint(names) or sum(name in _LISTS for name in names) > 1
 
 
 def user_files() -> list[str]:
     """Return the source files of the user that this process has imported, the script first."""
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    own = [os.path.abspath(file) for file in [main, *files] if file and file.endswith(".py")]
-    return [
-        file for file in dict.fromkeys(own) if not is_installed(file) and not file.startswith((_PACKAGE, _STANDARD))
-    ]
+    modules = [sys.modules.get("__main__"), *sys.modules.values()]
+    files = [os.path.abspath(file) for module in modules if (file := getattr(module, "__file__", None))]
+    return [file for file in dict.fromkeys(files) if file.endswith(".py") and is_of_user(file)]

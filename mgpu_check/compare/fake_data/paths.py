@@ -22,7 +22,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from mgpu_check.compare.fake_data import evidence, forms
@@ -45,8 +44,13 @@ class Area:
         self.root, self.here = os.path.realpath(root), here
         with open(os.path.join(root, "plan.json"), encoding="utf-8") as file:
             self.plan: Mapping[str, dict[str, Any]] = json.load(file)
-        self._busy = threading.local()
+        self._local = threading.local()
         self._known: set[str] = set()  # made paths that this process has asked for
+
+    @property
+    def busy(self) -> bool:
+        """Whether this thread makes data: then the functions that a maker calls use real paths."""
+        return getattr(self._local, "busy", False)
 
     def name_of(self, path: str) -> str:
         """Return the name of a path that is the same in all runs: relative to the directory where the script began."""
@@ -59,64 +63,38 @@ class Area:
         parts = ["beside" if part == ".." else part for part in name.split(os.sep)]
         return os.path.join(self.root, "files", "root" if os.path.isabs(name) else "here", *filter(None, parts))
 
-    def shown(self, file: str) -> str:
-        return os.path.relpath(file, self.here) if file.startswith(self.here + os.sep) else file
-
     def note(self, kind: str, request: Request, form: str, options: Mapping[str, Any], do: str = "") -> None:
         """Append a line to the notes, which the command reads: what was made, or (`kind` is "missing") was not."""
-        line = f"{self.shown(request.file)}:{request.line}"
+        line = f"{request.file.removeprefix(self.here + os.sep)}:{request.line}"
         entry = {"kind": kind, "name": request.name, "form": form, "options": options, "call": request.call}
         with open(os.path.join(self.root, "notes"), "a", encoding="utf-8") as file:
             file.write(json.dumps({**entry, "line": line, "do": do}) + "\n")
 
     def request(self, name: str, call: str, hints: Mapping[str, Any] | None = None) -> Request | None:
+        """Return the request of the user's code for a name; None if no code of the user asks."""
         frame = evidence.calling_frame()
         return frame and Request(name, call, frame.f_code.co_filename, frame.f_lineno, hints or {})
 
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """Let the functions that a maker calls use real paths."""
-        before, self._busy.on = self.busy, True
-        try:
-            yield
-        finally:
-            self._busy.on = before
-
-    @property
-    def busy(self) -> bool:
-        return getattr(self._busy, "on", False)
-
-    @contextmanager
-    def hinting(self, hints: Mapping[str, Any]) -> Iterator[None]:
-        """Let `hints` show the form of files that are opened within."""
-        before, self._busy.hints = self.hints, hints
-        try:
-            yield
-        finally:
-            self._busy.hints = before
-
-    @property
-    def hints(self) -> Mapping[str, Any]:
-        return getattr(self._busy, "hints", {})
-
     def made(self, target: str, request: Request, kind: str, form: str, maker: Maker) -> str | None:
         """Make the data of a request at `target`, unless another process has. Return `target`, or None on failure."""
-        with self.making():
-            os.makedirs(os.path.dirname(target), exist_ok=True)
+        self._local.busy = True
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        base, suffix = os.path.splitext(target)
+        options, draft = dict(self.plan.get(request.name, {})), f"{base}.draft{suffix}"
+        try:
             with open(os.path.join(self.root, "lock"), "w", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not os.path.lexists(target):
-                    base, suffix = os.path.splitext(target)
-                    options, draft = dict(self.plan.get(request.name, {})), f"{base}.draft{suffix}"
-                    try:
-                        maker(draft, request, options)
-                        os.rename(draft, target)
-                        self.note(kind, request, form, options)
-                    except Exception as error:
-                        shutil.rmtree(draft, ignore_errors=True)
-                        reason = f"{form} could not be made: {type(error).__name__}: {error}"
-                        self.note("missing", request, reason, {}, "give the file, or install what it needs")
-                        return None
+                    maker(draft, request, options)
+                    os.rename(draft, target)
+                    self.note(kind, request, form, options)
+        except Exception as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            reason = f"{form} could not be made: {type(error).__name__}: {error}"
+            self.note("missing", request, reason, {}, "give the file, or install what it needs")
+            return None
+        finally:
+            self._local.busy = False
         self._known.add(target)
         return target
 
@@ -125,9 +103,9 @@ class Area:
         if self.busy or not isinstance(path, (str, bytes, os.PathLike)):
             return None
         text = os.fsdecode(path)
-        absolute, name = os.path.abspath(text), self.name_of(text)
+        name = self.name_of(text)
         # Scripts use hidden directories and those of libraries for other things than data.
-        if absolute.startswith((self.root, *_OUTSIDE)) or _HIDDEN.search(name) or text.startswith("~"):
+        if os.path.abspath(text).startswith((self.root, *_OUTSIDE)) or _HIDDEN.search(name) or text.startswith("~"):
             return None
         target = self.target(name)
         if os.path.lexists(target):
@@ -136,127 +114,85 @@ class Area:
         request = self.request(name, call, hints)
         if request is None or evidence.is_handled():
             return None
-        plan = self.plan.get(name, {})
+        plan, form = self.plan.get(name, {}), forms.form_of(name)
         if directory:
-            maker = forms.tree_of(request) or (forms.tree if "suffix" in plan else None)
-            kind, shape = "directory", "files in directories of classes" if request.hints["classes"] else "files"
-            do = f"give the directory, or its files in --fake-data=plan.toml: [{json.dumps(name)}] suffix='.png'"
-        else:
-            wanted = plan.get("form") or (plan and os.path.splitext(name)[1])
-            shape, maker = (FORMS.get(wanted) if wanted else forms.form_of(name)) or ("", None)
-            kind, do = (
-                "file",
-                f"give the file, or its form in --fake-data=plan.toml: [{json.dumps(name)}] form='.txt'",
-            )
-        if maker is None:
+            suffix = plan.get("suffix") or request.hints.get("suffix") or forms.suffix_in(request.file)
+            form = ("files", forms.tree) if suffix else None
+        elif plan:
+            form = FORMS.get(plan.get("form") or os.path.splitext(name)[1])
+        if form is None:
+            thing, option = ("directory, or its files", "suffix") if directory else ("file, or its form", "form")
+            do = f"give the {thing} in --fake-data=plan.toml: [{json.dumps(name)}] {option}='.txt'"
             self.note("missing", request, "its name and its use do not show its form", {}, do)
             return None
-        return self.made(target, request, kind, shape, maker)
-
-    def listed(self, path: Any, call: str) -> str | None:
-        """Return the made directory in place of one that does not exist."""
-        frame = evidence.calling_frame()
-        nested = frame is not None and evidence.lists_classes(frame.f_code.co_filename)
-        return self.find(path, call, {"classes": 4 if nested else 0}, directory=True)
+        return self.made(target, request, "directory" if directory else "file", *form)
 
     def matched(self, pattern: str, call: str) -> str | None:
         """Return the pattern of made files in place of one that no file matches; None if it names no form."""
         name = self.name_of(pattern)
         parts = name.split(os.sep)
         first = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-        directories = [part for part in parts[first:-1] if part != "**"]
-        form = forms.form_of(parts[-1].replace("*", "0"))
-        request = None if self.busy or _HIDDEN.search(name) else self.request(name, call)
-        root = os.sep.join(parts[:first])
-        if form is None or request is None or not root or re.search(r"[\[?{]", "".join(parts[first:])):
+        root, inner, suffix = os.sep.join(parts[:first]), os.sep.join(parts[first:]), os.path.splitext(name)[1]
+        hints = {"pattern": inner, "suffix": suffix, "classes": 4}
+        request = None if self.busy or _HIDDEN.search(name) else self.request(root, call, hints)
+        has_form = forms.form_of(parts[-1].replace("*", "0")) is not None
+        if not has_form or request is None or not root or re.search(r"[\[?{]", inner):
             return None
+        made = self.made(self.target(root), request, "directory", f"files {inner}", forms.tree)
+        return made and os.path.join(made, inner)
 
-        def fill(path: str, request: Request, options: dict[str, Any]) -> None:
-            for row in range(options.setdefault("samples", forms.files_of(parts[-1]))):
-                inner = [part.replace("*", f"class_{row % 4}") for part in directories]
-                file = parts[-1].replace("*", f"{row:05}")
-                os.makedirs(os.path.join(path, *inner), exist_ok=True)
-                own = Request(f"{root}/{row}", call, request.file, request.line)
-                form[1](os.path.join(path, *inner, file), own, {})
-
-        target = self.target(root)
-        own = Request(root, call, request.file, request.line)
-        made = self.made(target, own, "directory", f"files {os.sep.join(parts[first:])}", fill)
-        return made and os.path.join(made, *parts[first:])
-
-    def exists(self, original: Callable[[Any], bool], path: Any) -> bool:
-        """Return whether a path exists, or was made and asked for, or must exist for the script to continue."""
-        if original(path) or self.busy:
-            return original(path)
-        frame = sys._getframe(1)
-        while frame.f_back is not None and not evidence.is_of_user(frame):
-            if "-packages" in frame.f_code.co_filename:
-                return False  # a library asks
-            frame = frame.f_back
-        try:
-            name = self.name_of(os.fsdecode(path))
-        except TypeError:
-            return False
+    def exists(self, path: Any) -> str | None:
+        """Return a path to ask about in place of one that does not exist: the made one, if this process has asked for
+        it, or one that exists, if the script would otherwise end; else None."""
+        for frame in evidence.frames():
+            if evidence.is_of_user(frame.f_code.co_filename):
+                break
+            if self.busy or "-packages" in frame.f_code.co_filename:
+                return None  # a library asks
+        else:
+            return None
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return None
+        name = self.name_of(os.fsdecode(path))
         target = self.target(name)
         if any(target == known or target.startswith(known + os.sep) for known in self._known):
-            return original(target)
-        return evidence.is_of_user(frame) and not forms.may_be_state(name) and evidence.is_demanded(frame)
+            return target
+        return "" if evidence.is_demanded(frame) else None
 
 
 def _open(area: Area, original: Any, file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+    reads = isinstance(mode, str) and "r" in mode
+    find = functools.partial(area.find, call="open") if reads else lambda path: None
+    return _retry(find, original, file, mode, *rest, **named)
+
+
+def _retry(find: Callable[[Any], str | None], original: Any, path: Any = ".", *rest: Any, **named: Any) -> Any:
+    """Call a function of a path, again with the made path if it does not exist."""
     try:
-        return original(file, mode, *rest, **named)
+        return original(path, *rest, **named)
     except (FileNotFoundError, NotADirectoryError):
-        reads = isinstance(mode, str) and mode.startswith(("r", "b", "t")) and "w" not in mode
-        made = area.find(file, "open", area.hints) if reads else None
-        if made is None:
+        if (made := find(path)) is None:
             raise
-    return original(made, mode.replace("+", ""), *rest, **named)
+    return original(made, *rest, **named)
 
 
-def _list(area: Area, call: str, original: Any, path: Any = ".", *rest: Any) -> Any:
-    try:
-        return original(path, *rest)
-    except (FileNotFoundError, NotADirectoryError):
-        made = area.listed(path, call)
-        if made is None:
-            raise
-    return original(made, *rest)
-
-
-def _glob(area: Area, original: Any, pattern: Any, **named: Any) -> Iterator[Any]:
-    paths = list(original(pattern, **named))
-    within = named.get("root_dir")
-    if not paths and within is None and (made := area.matched(os.fsdecode(pattern), "glob")):
-        paths = sorted(original(made, **named))
+def _glob(area: Area, call: str, original: Any, *where: Any, **named: Any) -> Iterator[Any]:
+    """Replace ``glob.iglob(pattern)``, or a method of a path: its arguments are the path and the pattern."""
+    paths = list(original(*where, **named))
+    pattern = os.path.join(*where[:-1], "**" if call == "rglob" else "", os.fsdecode(where[-1]))
+    if not paths and named.get("root_dir") is None and (made := area.matched(pattern, call)):
+        paths = [type(where[0])(file) for file in sorted(glob.glob(made, recursive=True))]
     return iter(paths)
-
-
-def _path_glob(area: Area, call: str, original: Any, path: Any, pattern: str, **named: Any) -> Iterator[Any]:
-    paths = list(original(path, pattern, **named))
-    deep = f"**/{pattern}" if call == "rglob" else pattern
-    if not paths and (made := area.matched(os.path.join(path, deep), call)):
-        paths = [type(path)(file) for file in sorted(glob.glob(made, recursive=True))]
-    return iter(paths)
-
-
-def _size(area: Area, original: Any, path: Any) -> Any:
-    try:
-        return original(path)
-    except FileNotFoundError:
-        made = area.find(path, "getsize")
-        if made is None:
-            raise
-    return original(made)
 
 
 def _exists(area: Area, original: Any, path: Any, **named: Any) -> bool:
-    kind = pathlib.Path if isinstance(path, pathlib.Path) else lambda it: it
-    return area.exists(lambda it: original(kind(it), **named), path)
+    if original(path, **named):
+        return True
+    other = area.exists(path)
+    return other == "" or (other is not None and original(type(path)(other), **named))
 
 
-def _address(original: Any, host: Any, *rest: Any, **named: Any) -> Any:
-    """Fail at once for another host, in place of attempts that time out."""
+def _address(area: Area, original: Any, host: Any, *rest: Any, **named: Any) -> Any:
     text = host.decode() if isinstance(host, bytes) else host
     if text and not re.fullmatch(r"localhost|[\d.]+|[\da-fA-F:]*:[\da-fA-F:.]*", text) and text != socket.gethostname():
         raise socket.gaierror(socket.EAI_AGAIN, f"{text}: --fake-data uses no network")
@@ -273,21 +209,20 @@ def install() -> dict[str, Callable[[], None]]:
     area, patches = Area(root, here), Patches()
 
     def wrap(owner: Any, name: str, new: Callable[..., Any], *arguments: Any) -> None:
-        if hasattr(owner, name):
-            patches.wrap(owner, name, around(functools.partial(new, area, *arguments)))
+        patches.wrap(owner, name, around(functools.partial(new, *arguments)))
 
     opened = around(functools.partial(_open, area))(io.open)
     for module in (builtins, io):
         patches.set(module, "open", opened)
     for name in ("listdir", "scandir"):
-        wrap(os, name, _list, name)
-    wrap(glob, "iglob", _glob)  # which glob.glob calls
+        wrap(os, name, _retry, functools.partial(area.find, call=name, directory=True))
+    wrap(os.path, "getsize", _retry, functools.partial(area.find, call="getsize"))
+    wrap(glob, "iglob", _glob, area, "glob")  # which glob.glob calls
     for name in ("glob", "rglob"):
-        wrap(pathlib.Path, name, _path_glob, name)
+        wrap(pathlib.Path, name, _glob, area, name)
     for name in ("exists", "isfile", "isdir"):
-        wrap(os.path, name, _exists)
+        wrap(os.path, name, _exists, area)
     for name in ("exists", "is_file", "is_dir"):
-        wrap(pathlib.Path, name, _exists)
-    wrap(os.path, "getsize", _size)
-    patches.wrap(socket, "getaddrinfo", around(_address))
+        wrap(pathlib.Path, name, _exists, area)
+    wrap(socket, "getaddrinfo", _address, area)
     return libraries.rows(area)
