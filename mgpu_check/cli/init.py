@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, Parser
+from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
 from mgpu_check.cli.init_arguments import ScriptArgument, SourceFile, facts, learned, trains
 from mgpu_check.cli.run_options import after_options, is_python, launched_by
 from mgpu_check.errors import NotCompared, ScalingMismatch
@@ -516,7 +516,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"running: {shlex.join(command)}", flush=True)
     watch = _ComparisonWatch()
     code = watch.run(command)
-    if not watch.verdict(code) and watch.lacks_data:
+    if not watch.verdict(code) and watch.lacks_data and not watch.interrupted:
         parsed.output.write_text(_test(entry.started, words, assumed, entry.autocast, fake_data=True), encoding="utf-8")
         print(
             f"data is missing, so {parsed.output} makes small random data: fake_data=True. Remove it to test with yours"
@@ -526,10 +526,13 @@ def main(argv: Sequence[str]) -> int:
             del sys.modules[module]
         watch = _ComparisonWatch()
         code = watch.run(command)
-        if not watch.verdict(code):
+        if not (watch.verdict(code) or watch.interrupted):
             parsed.output.write_text(text, encoding="utf-8")
     if watch.verdict(code):
         return code
+    if watch.interrupted:
+        print(f"no verdict: interrupted; {parsed.output} is kept. Smaller arguments after -- make its runs shorter")
+        return INTERRUPTED
     print(f"no verdict: nothing was compared, for the reason above, and {parsed.output} is no test yet")
     print("do: install or give what the script lacks, and call init again, which replaces the test if it is unchanged:")
     print(f"    {example}")
@@ -543,6 +546,7 @@ class _ComparisonWatch:
     passed = False
     compared = False
     lacks_data = False
+    interrupted = False
 
     def run(self, command: Sequence[str]) -> int:
         return int(pytest.main(list(command[1:]), plugins=[self]))
@@ -554,6 +558,9 @@ class _ComparisonWatch:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         # The workers of pytest-xdist keep their exceptions.
         self.compared = session.config.pluginmanager.hasplugin("dsession")
+
+    def pytest_keyboard_interrupt(self) -> None:
+        self.interrupted = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed |= report.when == "call" and report.passed

@@ -274,8 +274,8 @@ class _RecordedProcess:
         """Return whether the process has ended, and the script failed."""
         code = self.process.returncode
         if self.started() is not None:
-            # The script's first process may end with code 0 although a process that it has started has failed. Or it may
-            # kill that process in the end, as Ray does.
+            # The script's first process may end with code 0 although a process that it has started has failed. It may
+            # also kill that process at the end, as Ray does.
             return self.end() == "raised" or (bool(code) and not self.end() and not self.said(*_WAITING))
         # An interpreter that exits with a process group may abort: a thread of gloo that drops a tensor takes the GIL
         # while the interpreter is torn down (pytorch/pytorch#179291, pytorch/pytorch#190489).

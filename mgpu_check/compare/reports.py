@@ -32,6 +32,8 @@ def failed_run(run: ScriptRun, failed: ProcessResult, one_device: bool) -> Repor
     outcome = "not comparable" if one_device else "differs"
     verb = "hung" if failed.how == "hung" else "failed"
     remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
+    modules = {event.get("missing") for event in (failed.trace.of("raised") if failed.trace else ())} - {None}
+    remarks += _todo([f"install what provides the module {name}, which the script imports" for name in modules])
     if failed.how == "hung" and run.has("autocast"):
         remarks += _todo(["pass --float32: on simulated GPUs, processors may compute very slowly in float16"])
     return Report(f"{outcome}: {location} the script {verb}: {failed}", remarks=remarks)
@@ -154,7 +156,10 @@ def undecided(
     there are any. `idle`: the patterns of --unjudged that match no uncompared tensor; not empty without `remaining`.
     """
     reason, accepting = remaining, "accept what was not compared with --unjudged='PATTERN=reason'"
-    todo = f"build the model from one seed on one device and on the ranks; or {accepting}"
+    narrow = any(trace.of("autocast") or trace.of("narrow") for trace in (aligned.reference, *aligned.ranks))
+    seeds = "build the model from one seed on one device and on the ranks"
+    exact = "compute in float32, as narrower dtypes round coarsely: --float32 turns autocast and GradScaler off"
+    todo = f"{exact if narrow else seeds}; or {accepting}"
     if not remaining:
         reason = f"--unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was not compared"
         todo = "remove the pattern, so that it hides nothing later"
@@ -279,7 +284,6 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> Iterator[str]:
         if not any(abs(factor * mean - expected) <= rounding.of_loss(step) * abs(expected) for factor in times):
             yield (
                 f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} "
-                f"instead of {expected:.7g}), although gradients and parameters agree: the logged loss is scaled "
-                "differently"
+                f"instead of {expected:.7g}), although gradients and parameters agree: the loss is scaled differently"
             )
             break

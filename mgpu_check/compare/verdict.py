@@ -30,7 +30,7 @@ from mgpu_check.compare.processes import ProcessResult, ScriptRun
 from mgpu_check.compare.reports import last_words
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability
 from mgpu_check.compare.trace import Trace
-from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.evidence import Evidence, Factor
 from mgpu_check.diagnosis.report import Attempts, Finding, Report
 from mgpu_check.diagnosis.rules.order import findings_of
 from mgpu_check.processes.rank_lists import few
@@ -140,6 +140,8 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
     compared = [name for name in aligned.whole_parameters if rounding.drowned(useful, "parameter", name) is None]
     if useful == 0 or not compared:
         return refused_with(reports.nothing_tells(aligned, useful), steps)
+    if hidden := _hidden_by_clipping(aligned, rounding):
+        return hidden
     missed = not_compared(aligned, rounding)
     remaining, lines, idle = account(missed, unjudged)
     if remaining or idle:
@@ -148,6 +150,40 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
         return ComparisonVerdict("undecided", report, compared=steps, not_compared=missed)
     report = reports.equal(aligned, rounding, compared, useful, lines)
     return ComparisonVerdict("equal", report, compared=steps, not_compared=missed)
+
+
+_NEAR = 1e-2  # relative accuracy of a norm that is taken for a multiple of another one
+
+
+def _hidden_by_clipping(aligned: Aligned, rounding: Rounding) -> ComparisonVerdict | None:
+    """Return "differs" if all ranks clip gradients of another norm than one device, to the same norm.
+
+    The clipped gradients are equal until a norm falls below the limit. Slices may have other norms, so ranks must hold
+    whole parameters.
+    """
+    if any(own.sharded or own.held is not None for trace in aligned.ranks for own in trace.parameters.values()):
+        return None
+    for step in range(aligned.compared):
+        tolerances = [rounding.tolerance(step, "gradient", name) for name in aligned.whole_parameters]
+        calls = [[e for e in trace.of("clip") if e["after"] == step] for trace in (aligned.reference, *aligned.ranks)]
+        if len(set(map(len, calls))) > 1:
+            return None
+        for expected, *own in zip(*calls, strict=True):
+            norms, tolerance = [event["norm"] for event in own], max([_NEAR, *tolerances])
+            ratio = norms[0] / expected["norm"] if expected["norm"] else math.nan
+            alike = max(norms) - min(norms) <= tolerance * max(norms)
+            limits = {event["most"] for event in (expected, *own)}
+            if alike and len(limits) == 1 and math.isfinite(ratio) and abs(ratio - 1) > tolerance:
+                clause = f"at step {step + 1} clip_grad_norm_ gets {ratio:.4g} times the norm of one device"
+                evidence = Evidence(aligned.world, factor=Factor(ratio, _NEAR, clause, rough=True))
+                report = Report(
+                    f"differs: step {step + 1}: before clipping, the gradients of the ranks have {ratio:.5g} times the "
+                    f"norm of one device ({norms[0]:.6g} instead of {expected['norm']:.6g}); clipping to "
+                    f"{expected['most']:g} hides it from the parameters",
+                    findings=findings_of(evidence, 1, Attempts()),
+                )
+                return ComparisonVerdict("differs", report, step=step + 1, ratio=ratio, compared=step)
+    return None
 
 
 def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:

@@ -124,7 +124,7 @@ def missing(training):
         padded, "not comparable", "padding-counted",
         headline="the ranks together saw 10 samples; 8 of them are among the 8 samples of one device",
     ),
-    other_loss=case(having(loss=lambda number: 2.0), "equal", remark="the logged loss is scaled differently"),
+    other_loss=case(having(loss=lambda number: 2.0), "equal", remark="the loss is scaled differently"),
     fewer_steps=case(having(steps=2), step=3, compared=2),
     missing_gradient=case(missing, "differs", UNSYNCHRONIZED, step=2, parameter="net.bias", ranks=(1,)),
 )  # fmt: skip

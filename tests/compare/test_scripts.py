@@ -51,6 +51,22 @@ def test_a_sum_in_place_of_a_mean(compare, by_hand, changed):
     assert re.search(r": the world size; all_reduce \(sum, 2 ranks\) at train.py:24 leaves it so$", outcome.text, re.M)
 
 
+def test_a_factor_that_clipping_hides(compare, by_hand, changed):
+    outcome = compare(changed(by_hand, ("            p.grad /= world\n", "")), code=1)
+    assert outcome.json["mistakes"] == ["world-size-factor"] and abs(outcome.json["ratio"] - 2) < 1e-3
+    assert "before clipping, the gradients of the ranks have 2 times the norm of one device" in outcome.text
+
+
+def test_a_model_that_trains_in_evaluation_mode(compare, by_hand, changed):
+    """As one of `from_pretrained`: its samples are known, so it is given those of the ranks."""
+    text = changed(by_hand, ("optimizer = ", "net.eval()\noptimizer = "))
+    text = changed(
+        text, ("    part = slice(start + rank, start + 8, world)", "    part = slice(8 * rank, 8 * rank + 8)")
+    )
+    outcome = compare(text, code=0)
+    assert "the inputs of Sequential at train.py" in outcome.text
+
+
 def test_a_sampler_without_set_epoch(compare, tutorial, changed):
     """And what its page shows of it."""
     script = changed(tutorial, ("    sampler.set_epoch(epoch)\n", ""))

@@ -76,6 +76,7 @@ class InputRecorder:
     """
 
     def __init__(self) -> None:
+        self.in_evaluation = False  # the model of this call trains in evaluation mode
         self.forget()
 
     def forget(self) -> None:
@@ -108,7 +109,8 @@ class InputRecorder:
         arguments = inputs_of(args, kwargs)
         computed = any(tensor.grad_fn is not None for tensor in arguments)  # such a tensor is not a sample
         # FullyShardedDataParallel takes the parameters of the modules within it.
-        trains = models.in_training(module) and (depth > 1 or next(named_parameters(module), None) is not None)
+        trains = self.in_evaluation or models.in_training(module)
+        trains = trains and (depth > 1 or next(named_parameters(module), None) is not None)
         if computed or not trains:
             return
         name = type(models.unwrapped(module)).__name__
@@ -432,6 +434,7 @@ class ScriptRecorder:
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
         self._told: set[str] = set()
         self._exited = False
+        self._mode_of_training = False  # a model was called in training mode
         self._calls = 0
         self._called = WeakIdKeyDictionary()  # modules
         self._optimizers: dict[int, int] = {}
@@ -487,7 +490,8 @@ class ScriptRecorder:
         raised = error is not None and not (isinstance(error, SystemExit) and not error.code)
         if not raised:
             self.finish()
-        self.note("raised" if raised else "ended", at=time.monotonic())
+        fields = {"missing": error.name} if isinstance(error, ModuleNotFoundError) else {}
+        self.note("raised" if raised else "ended", at=time.monotonic(), **fields)
 
     def watch_modules(self) -> list[RemovableHandle]:
         leave = register_module_forward_hook(self.guard(self.leave), with_kwargs=True, always_call=True)
@@ -504,7 +508,7 @@ class ScriptRecorder:
 
     def _enter_outermost(self, module: nn.Module) -> None:
         main = threading.current_thread() is threading.main_thread() and not is_transforming()
-        trains = models.in_training(module) and not is_capturing()
+        trains = self._trains(module) and not is_capturing()
         if main and trains and self.forked() and script_calls.trains_alone(module, self.world):
             self.take_over()
         if main and trains and torch.is_grad_enabled() and not self.forked() and self.writer.taken_over():
@@ -517,6 +521,16 @@ class ScriptRecorder:
             self.outputs.begin(module)
         if trains and self._calls < _CHECKED_CALLS:
             self._here.drawn = script_calls.generators()
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Return whether a call of a model is one of training: in training mode, or with gradients if none has been.
+        Models of `from_pretrained` start in evaluation mode, and scripts may leave them there."""
+        if models.in_training(module):
+            self._mode_of_training, self._inputs.in_evaluation = True, False
+            return True
+        trainable = any(parameter.requires_grad for _, parameter in named_parameters(module))
+        self._inputs.in_evaluation = torch.is_grad_enabled() and not self._mode_of_training and trainable
+        return self._inputs.in_evaluation
 
     def leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         # If forward raises, a global hook gets no kwargs: torch/nn/modules/module.py, _call_impl, torch 2.13.
@@ -541,7 +555,7 @@ class ScriptRecorder:
         if not models.has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
-        if not (models.in_training(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
+        if not (self._trains(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
             return
         before, self._here.drawn = getattr(self._here, "drawn", None), None
         self._calls += 1
