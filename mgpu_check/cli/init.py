@@ -559,8 +559,8 @@ class _ComparisonWatch:
         # The workers of pytest-xdist keep their exceptions.
         self.compared = session.config.pluginmanager.hasplugin("dsession")
 
-    def pytest_keyboard_interrupt(self) -> None:
-        self.interrupted = True
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.interrupted = excinfo.type is KeyboardInterrupt  # pytest also calls this when it stops by itself
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed |= report.when == "call" and report.passed
