@@ -526,6 +526,9 @@ class ScriptRecorder:
         """Return whether a call of a model is one of training: in training mode, or with gradients if none has been.
         Models of `from_pretrained` start in evaluation mode, and scripts may leave them there."""
         if models.in_training(module):
+            if not self._mode_of_training:
+                self._inputs.forget()  # of a validation
+                self.outputs.forget()
             self._mode_of_training, self._inputs.in_evaluation = True, False
             return True
         trainable = any(parameter.requires_grad for _, parameter in named_parameters(module))
