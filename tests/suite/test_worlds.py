@@ -216,7 +216,7 @@ def test_every_seed_is_drawn_by_the_strategy_that_says_why():
         for path in SUITE.glob("*/test_*.py")
         for name, strategies in strategies_of(path).items()
     }
-    assert len(tests) > 150
+    assert len(tests) > 130
     seeds = {strategies["seed"] for strategies in tests.values() if "seed" in strategies}
     assert seeds == {"strategies.seeds()", "seeds()", "calls.seeds"}
     listed = [name for name, strategies in tests.items() if set(strategies) <= {"seed", "size", "sizes", "order"}]
