@@ -162,7 +162,7 @@ IMPORTER = """
             del os.environ["FAIL"]
 
     acted = []
-    made(spec_from_file_location("startup", sys.argv[1]))._act_after_torch([lambda: acted.append("torch" in sys.modules)])
+    made(spec_from_file_location("startup", sys.argv[1]))._act_after({"torch": [lambda: acted.append("torch" in sys.modules)]})
     for name, way in json.loads(sys.argv[2]).items():
         if not os.fork():
             try:
