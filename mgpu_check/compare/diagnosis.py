@@ -248,8 +248,7 @@ def _factor_within(difference: FirstDifference) -> Factor | None:
 def _norms(difference: FirstDifference) -> ByRank:
     """Return the norms of the first clip_grad_norm_ call whose norms differ between ranks.
     Synchronized gradients have the same norm on all ranks."""
-    calls = [[e for e in trace.of("clip") if e["after"] == difference.step] for trace in difference.aligned.ranks]
-    for call in zip(*calls, strict=False):
+    for call in zip(*(trace.clips(difference.step) for trace in difference.aligned.ranks), strict=False):
         norms = [event["norm"] for event in call]
         if max(norms) - min(norms) > difference.rounding.margin * 2.0**-22 * max(norms):
             listing = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])

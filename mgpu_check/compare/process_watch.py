@@ -87,10 +87,10 @@ def install_rank_watch(ranks: Sequence[Mapping[str, int]], size: int, record: Re
         record: records this process in the files of a rank.
         meets: ranks meet at the store of the runner, so that the number of ranks is compared before they wait there.
     """
-    from torch import is_grad_enabled
     from torch.distributed import is_available
     from torch.nn.modules.module import register_module_forward_pre_hook
-    from torch.utils.data import get_worker_info
+
+    from mgpu_check.compare.in_script.script_calls import trains_alone
 
     patches = Patches(sparing="mgpu_check")
     undo = contextlib.ExitStack()
@@ -113,9 +113,8 @@ def install_rank_watch(ranks: Sequence[Mapping[str, int]], size: int, record: Re
         take_over(rank, world).note("group", size=world, rank=rank)
 
     def enter(module: Any, args: Any) -> None:
-        in_main = threading.current_thread() is threading.main_thread() and get_worker_info() is None
-        trains = module.training and is_grad_enabled() and next(module.parameters(), None) is not None
-        if in_main and trains:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and module.training and trains_alone(module):
             take_over(0, 1).enter(module, args)
 
     if is_available():

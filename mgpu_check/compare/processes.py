@@ -45,7 +45,7 @@ from types import MappingProxyType
 from typing import IO, Literal
 
 from mgpu_check.compare.process_watch import entered
-from mgpu_check.compare.trace import Trace, read
+from mgpu_check.compare.trace import HEAD, Trace, read
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes import child_processes
 from mgpu_check.processes.child_processes import STACKS_SIGNAL, children, held_back, kill
@@ -133,7 +133,6 @@ _INTERVAL = 0.02  # seconds between two checks of the processes
 _GRACE = 5.0  # seconds for the other ranks after a failure: their own errors may explain it
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
-_HEAD = 65536  # bytes of a trace before its first step
 _STARTED = re.compile(rb'^\{"event":"started","pid":(\d+),', re.MULTILINE)
 _HERE = Path(__file__).parents[1]
 _WAITING = ("stopped", "alone", "starts")  # after these events a process waits to be ended
@@ -257,7 +256,7 @@ class _RecordedProcess:
 
     def started(self) -> int | None:
         """Return the process that writes the trace if the script has started it, else None."""
-        match = _STARTED.search(os.pread(self.trace.fileno(), _HEAD, 0))
+        match = _STARTED.search(os.pread(self.trace.fileno(), HEAD, 0))
         return int(match[1]) if match else None
 
     def end(self) -> str:
@@ -372,6 +371,7 @@ def run(
         "store": None,
     }
     processes: list[_RecordedProcess] = []
+    started: list[_RecordedProcess] = []
     child_processes.adopt_orphans()  # orphans become children of this process from now on
     before = set(children())
     with contextlib.ExitStack() as undo:
@@ -382,27 +382,24 @@ def run(
                 own = {name: fd if isinstance(fd, int) else fd[rank] for name, fd in files.items()}
                 processes.append(_RecordedProcess(rank, own, undo))
             if starts_ranks:
-                first = processes[0]
+                first, *others = processes
                 own_settings = {**settings, "ranks": [process.fds for process in processes], "size": world}
                 first.start(command, _variables(environment), own_settings, directory, undo)
-                for process in processes[1:]:
-                    process.process, process.output = first.process, first.output
-            for process in () if starts_ranks else processes:
-                variables = {**_variables(environment), **_launched(process.rank, world, store[1], launcher)}
+                for other in others:
+                    other.process, other.output = first.process, first.output
+                started = processes
+            else:
                 # Of the processes that the script starts, one may be the rank if there is one device.
-                started_ranks = {"ranks": [process.fds], "size": 1 if world == 1 else 0}
-                process.start(
-                    command,
-                    variables,
-                    {**settings, **process.fds, **started_ranks, "store": store},
-                    directory,
-                    undo,
-                )
+                shared = {**settings, "size": 1 if world == 1 else 0, "store": store}
+                for process in processes:
+                    variables = {**_variables(environment), **_launched(process.rank, world, store[1], launcher)}
+                    own_settings = {**shared, **process.fds, "ranks": [process.fds]}
+                    process.start(command, variables, own_settings, directory, undo)
+                    started.append(process)
             # The processes can already connect; the store serves them from now on.
             undo.enter_context(_store(listener, world))
             failed_rank, hung = _wait(processes, timeout)
         finally:
-            started = [process for process in processes if hasattr(process, "process")]
             for process in started:
                 process.kill()
             end_orphans(before)

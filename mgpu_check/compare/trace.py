@@ -115,6 +115,9 @@ CHUNKS = 4  # number of parts of a flattened tensor with separate sums: a wrong 
 SAMPLES = 8  # number of elements of a tensor that are stored
 
 
+HEAD = 65536  # bytes of a trace before its first steps: they say which process writes it
+
+
 class TraceError(ValueError):
     """A file is not a trace, or has another version."""
 
@@ -296,6 +299,10 @@ class Trace:
         """Return the events of one kind, in order."""
         return [event for event in self.events if event["event"] == event_type]
 
+    def clips(self, step: int) -> list[dict[str, Any]]:
+        """Return the calls of `clip_grad_norm_` in a step, counted from 0."""
+        return [event for event in self.of("clip") if event["after"] == step]
+
 
 def write_all(fd: int, *chunks: bytes | memoryview) -> None:
     """Append all bytes of the parts to a file."""
@@ -317,7 +324,7 @@ class Writer:
         self.fd, self.pid = fd, None if held else os.getpid()
         self._held: list[bytes] = []
         self._by: dict[str, int] = {}  # marks the lines of a process that the script has started
-        self._size = 0
+        self._size = 0  # bytes that this process has written
         self._reclaimed = False
 
     def write(self, event: str, **fields: object) -> None:
@@ -326,8 +333,7 @@ class Writer:
         if os.getpid() != self.pid:
             self._held.append(line)
             return
-        os.write(self.fd, line)
-        self._size = os.fstat(self.fd).st_size
+        self._size += os.write(self.fd, line)
 
     def take_over(self) -> None:
         """Let this process write the trace from now on, and the lines first that it has kept."""
@@ -338,7 +344,7 @@ class Writer:
 
     def taken_over(self) -> bool:
         """Return whether a process that this one has started writes the trace instead."""
-        return not self._reclaimed and os.fstat(self.fd).st_size > self._size
+        return not (self._by or self._reclaimed) and os.fstat(self.fd).st_size > self._size
 
     def reclaim(self) -> None:
         """Discard what other processes have written and will write: this one trains, too."""

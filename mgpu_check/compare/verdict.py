@@ -100,6 +100,12 @@ def verdict_of(
     assert rounding is not None
     if difference is not None:
         return of_difference(difference, diagnose(difference))
+    return _without_difference(aligned, rounding, unjudged)
+
+
+def _without_difference(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> ComparisonVerdict:
+    """Judge runs whose common steps have no difference."""
+    steps = aligned.compared
     if steps == 0:
         return refused_with(reports.starts_without_numbers(aligned))
     counts = [len(trace.steps) for trace in aligned.ranks]
@@ -112,16 +118,21 @@ def verdict_of(
 def settled(aligned: Aligned, unjudged: Mapping[str, str]) -> tuple[ComparisonVerdict, Rounding] | None:
     """Return "equal" if the runs agree within the least tolerance that rounding can have, else None.
     No measurement of rounding can change this verdict, because it only widens the tolerance."""
-    rounding = Rounding(aligned.reference, [aligned.reference])
+    rounding = _least(aligned)
     if first_difference(aligned, rounding) is not None:
         return None
-    verdict = verdict_of(aligned, rounding, None, unjudged)
+    verdict = _without_difference(aligned, rounding, unjudged)
     return (verdict, rounding) if verdict.kind == "equal" else None
+
+
+def _least(aligned: Aligned) -> Rounding:
+    """Return the least tolerances: those of a script that rounding does not move at all."""
+    return Rounding(aligned.reference, [aligned.reference])
 
 
 def unconfirmed(aligned: Aligned) -> str:
     """Return a clause about the first difference before rounding and repetition are known."""
-    difference = first_difference(aligned, Rounding(aligned.reference, [aligned.reference]))
+    difference = first_difference(aligned, _least(aligned))
     if difference is None:
         return f"{aligned.compared} steps on {aligned.where} agree with one device so far"
     ratio = difference.ratio(difference.main.quantity, difference.main.name) if difference.main else None
@@ -164,26 +175,31 @@ def _hidden_by_clipping(aligned: Aligned, rounding: Rounding) -> ComparisonVerdi
     if any(own.sharded or own.held is not None for trace in aligned.ranks for own in trace.parameters.values()):
         return None
     for step in range(aligned.compared):
-        tolerances = [rounding.tolerance(step, "gradient", name) for name in aligned.whole_parameters]
-        calls = [[e for e in trace.of("clip") if e["after"] == step] for trace in (aligned.reference, *aligned.ranks)]
+        calls = [trace.clips(step) for trace in (aligned.reference, *aligned.ranks)]
         if len(set(map(len, calls))) > 1:
             return None
+        if not calls[0]:
+            continue
+        tolerance = max([_NEAR, *(rounding.tolerance(step, "gradient", name) for name in aligned.whole_parameters)])
         for expected, *own in zip(*calls, strict=True):
-            norms, tolerance = [event["norm"] for event in own], max([_NEAR, *tolerances])
+            norms, limits = [event["norm"] for event in own], {event["most"] for event in (expected, *own)}
             ratio = norms[0] / expected["norm"] if expected["norm"] else math.nan
-            alike = max(norms) - min(norms) <= tolerance * max(norms)
-            limits = {event["most"] for event in (expected, *own)}
-            if alike and len(limits) == 1 and math.isfinite(ratio) and abs(ratio - 1) > tolerance:
-                clause = f"at step {step + 1} clip_grad_norm_ gets {ratio:.4g} times the norm of one device"
-                evidence = Evidence(aligned.world, factor=Factor(ratio, _NEAR, clause, rough=True))
-                report = Report(
-                    f"differs: step {step + 1}: before clipping, the gradients of the ranks have {ratio:.5g} times the "
-                    f"norm of one device ({norms[0]:.6g} instead of {expected['norm']:.6g}); clipping to "
-                    f"{expected['most']:g} hides it from the parameters",
-                    findings=findings_of(evidence, 1, Attempts()),
-                )
-                return ComparisonVerdict("differs", report, step=step + 1, ratio=ratio, compared=step)
+            alike = len(limits) == 1 and max(norms) - min(norms) <= tolerance * max(norms)
+            if alike and math.isfinite(ratio) and abs(ratio - 1) > tolerance:
+                return _clipped(aligned.world, step, ratio, norms[0], expected)
     return None
+
+
+def _clipped(world: int, step: int, ratio: float, norm: float, expected: Mapping[str, Any]) -> ComparisonVerdict:
+    """Return "differs" for ranks that clip a norm of `ratio` times that of one device. `expected`: its call."""
+    clause = f"at step {step + 1} clip_grad_norm_ gets {ratio:.4g} times the norm of one device"
+    report = Report(
+        f"differs: step {step + 1}: before clipping, the gradients of the ranks have {ratio:.5g} times the norm of one "
+        f"device ({norm:.6g} instead of {expected['norm']:.6g}); clipping to {expected['most']:g} hides it from the "
+        "parameters",
+        findings=findings_of(Evidence(world, factor=Factor(ratio, _NEAR, clause, rough=True)), 1, Attempts()),
+    )
+    return ComparisonVerdict("differs", report, step=step + 1, ratio=ratio, compared=step)
 
 
 def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:

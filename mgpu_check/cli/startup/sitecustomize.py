@@ -229,12 +229,11 @@ def _main() -> None:
         import json  # imported here, because most Pythons do not need it
 
         settings = json.loads(settings_text)
-        if settings.pop("first"):
+        first = settings["first"]
+        if first:
+            os.environ["_MGPU_CHECK_COMPARE"] = json.dumps({**settings, "first": False})
             _prepare_recording(settings)
-            os.environ["_MGPU_CHECK_COMPARE"] = json.dumps({**json.loads(settings_text), "first": False})
-            is_rank = "trace" in settings
-        else:
-            is_rank = False
+        is_rank = first and "trace" in settings
         # After the simulation, if any.
         actions.append(functools.partial(_record if is_rank else _watch_for_ranks, settings))
     if "torch" in sys.modules:  # a .pth file may import torch

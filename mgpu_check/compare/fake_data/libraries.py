@@ -316,7 +316,7 @@ def _load_dataset(area: Area, original: Any, path: Any, name: Any = None, *args:
     area.note("dataset", request, "rows", options)
     wanted: Request = request
 
-    class Splits(datasets.DatasetDict):  # type: ignore[misc]
+    class Splits(datasets.DatasetDict):  # type: ignore[misc]  # the library is not installed where types are checked
         """Has a split of any name, which is made when it is first asked for."""
 
         def __missing__(self, split: str) -> Any:

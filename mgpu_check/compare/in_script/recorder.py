@@ -43,7 +43,7 @@ from mgpu_check.compare.in_script.summaries import (
     whole,
 )
 from mgpu_check.compare.process_watch import install_count
-from mgpu_check.compare.trace import FORMAT, VERSION, Inputs, OutputSummary, Writer, joined_outputs, total
+from mgpu_check.compare.trace import FORMAT, HEAD, VERSION, Inputs, OutputSummary, Writer, joined_outputs, total
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.environments import rank_and_world
 from mgpu_check.processes.tracebacks import calling_line
@@ -324,7 +324,6 @@ def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return value if real else None
 
 
-_START = 65536  # bytes of a trace before its first steps
 _CHECKED_CALLS = 100  # calls of models that are checked for random draws, to bound the time
 
 
@@ -457,7 +456,7 @@ class ScriptRecorder:
 
     def take_over(self) -> bool:
         """Record this process, which the script has started. Return False if another one has trained already."""
-        start = os.pread(self.writer.fd, _START, 0)
+        start = os.pread(self.writer.fd, HEAD, 0)
         if any(f'{{"event":"{event}"'.encode() in start for event in ("group", "started", "step")):
             return False
         self.writer.take_over()
@@ -508,8 +507,9 @@ class ScriptRecorder:
 
     def _enter_outermost(self, module: nn.Module) -> None:
         main = threading.current_thread() is threading.main_thread() and not is_transforming()
-        trains = self._trains(module) and not is_capturing()
-        if main and trains and self.forked() and script_calls.trains_alone(module, self.world):
+        self._here.trains = self._trains(module)
+        trains = self._here.trains and not is_capturing()
+        if main and trains and self.forked() and self.world == 1 and script_calls.trains_alone(module):
             self.take_over()
         if main and trains and torch.is_grad_enabled() and not self.forked() and self.writer.taken_over():
             self.writer.reclaim()
@@ -531,8 +531,9 @@ class ScriptRecorder:
                 self.outputs.forget()
             self._mode_of_training, self._inputs.in_evaluation = True, False
             return True
-        trainable = any(parameter.requires_grad for _, parameter in named_parameters(module))
-        self._inputs.in_evaluation = torch.is_grad_enabled() and not self._mode_of_training and trainable
+        may_train = torch.is_grad_enabled() and not self._mode_of_training
+        trainable = (parameter.requires_grad for _, parameter in named_parameters(module))
+        self._inputs.in_evaluation = may_train and any(trainable)
         return self._inputs.in_evaluation
 
     def leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
@@ -558,7 +559,7 @@ class ScriptRecorder:
         if not models.has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
-        if not (self._trains(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
+        if not (self._here.trains and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
             return
         before, self._here.drawn = getattr(self._here, "drawn", None), None
         self._calls += 1

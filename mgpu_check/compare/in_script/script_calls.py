@@ -93,11 +93,10 @@ def in_a_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def trains_alone(module: nn.Module, world: int) -> bool:
-    """Return whether a call of a module in a forked process is training on one device, not work of a loader."""
-    if world > 1 or get_worker_info() is not None or not torch.is_grad_enabled():
-        return False
-    return next(module.parameters(), None) is not None
+def trains_alone(module: nn.Module) -> bool:
+    """Return whether a call of a module in a process that the script has started may be training, not loading."""
+    may_train = torch.is_grad_enabled() and get_worker_info() is None
+    return may_train and next(module.parameters(), None) is not None
 
 
 def generators() -> tuple[list[int], ...]:
