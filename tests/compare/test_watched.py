@@ -28,7 +28,10 @@ class Witness:
     def forked(self) -> bool:
         return False
 
-    def wait(self, event: str) -> None:
+    def take_over(self) -> bool:
+        return False
+
+    def wait(self, event: str, **fields: object) -> None:
         raise AssertionError(event)
 
     def scaled_step(self, step: Callable[[], Any]) -> Any:

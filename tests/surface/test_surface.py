@@ -132,6 +132,7 @@ def test_the_surface_has_functions_constructors_and_methods():
 
 def test_calls_are_recorded_under_each_name_and_written_once(tmp_path):
     module: Any = inspect.getmodule(test_calls_are_recorded_under_each_name_and_written_once)
+    rows: Any = range(2)
     before = vars(comm)["scatter"], DistributedSampler.__init__
     module.early = comm.scatter  # as an import before the recording
 
@@ -139,14 +140,14 @@ def test_calls_are_recorded_under_each_name_and_written_once(tmp_path):
         directory = Path(tmp_path, name)
         directory.mkdir()
         with recording(str(directory)):
-            DistributedSampler(range(2), 3, rank)
+            DistributedSampler(rows, 3, rank)
             with pytest.raises(Exception):  # noqa: B017  # there is no device
                 module.early(torch.ones(3, 3), [1, 0])
         assert (vars(comm)["scatter"], DistributedSampler.__init__) == before
         return set(written_to(directory))
 
     calls = recorded("first", 1)
-    DistributedSampler(range(2), 3, 2)  # not within the context
+    DistributedSampler(rows, 3, 2)  # not within the context
     assert {
         ("torch.utils.data.distributed.DistributedSampler", "", "called"),
         ("torch.utils.data.distributed.DistributedSampler", "num_replicas", "not the default"),

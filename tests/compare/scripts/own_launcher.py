@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,11 @@ if __name__ == "__main__":
         os.environ["OWN_PORT"] = str(server.getsockname()[1])
     if way == "subprocess":
         command = [sys.executable, *sys.argv]
-        ranks = [subprocess.Popen(command, env={**os.environ, "OWN_RANK": str(rank)}) for rank in range(world)]
-        sys.exit(max(rank.wait() for rank in ranks))
-    else:
-        context = multiprocessing.get_context(way)
-        ranks = [context.Process(target=train, args=(rank, world)) for rank in range(world)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
+        started = [subprocess.Popen(command, env={**os.environ, "OWN_RANK": str(rank)}) for rank in range(world)]
+        sys.exit(max(rank.wait() for rank in started))
+    context: Any = multiprocessing.get_context(way)
+    ranks = [context.Process(target=train, args=(rank, world)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
