@@ -27,7 +27,7 @@ def check(file: str, package: str = "mgpu_check.suite"):
 
 def test_the_modules_are_those_of_the_properties_that_run():
     found = used_by_ranks([check("sharded/test_sharded.py"), check("devices/test_devices.py")])
-    assert {"mgpu_check.suite.sharded.dtensors", "mgpu_check.suite.devices.streams"} <= set(found)
+    assert {"mgpu_check.suite.sharded.dtensors", "mgpu_check.suite.devices.checks"} <= set(found)
     assert {name.split(".")[2] for name in found} == {"sharded", "devices"}
     assert not [name for name in found if ".faults" in name or "test_" in name]
     assert used_by_ranks([check("sharded/test_sharded.py", package="their.suite")]) == []

@@ -10,8 +10,7 @@ from mgpu_check.oracles.strategies import MORE, examples
 from mgpu_check.plugin.ranks import Gpus, Ranks
 
 COPIES = "mgpu_check.oracles.devices.copies"
-STREAMS = "mgpu_check.suite.devices.streams"
-STATE = "mgpu_check.suite.devices.state"
+CHECKS = "mgpu_check.suite.devices.checks"
 
 
 @examples(2, quick=1)
@@ -54,38 +53,38 @@ def test_modules_move(gpus: Gpus, seed: int) -> None:
 
 def test_cuda_follows_the_current_device(gpus: Gpus) -> None:
     """The device "cuda" without an index is the current device, in any order of devices."""
-    NamedFunction(f"{STREAMS}:assert_cuda_follows")(gpus)
+    NamedFunction(f"{CHECKS}:assert_cuda_follows")(gpus)
 
 
 def test_guards_restore(gpus: Gpus) -> None:
     """Guards of devices and streams restore the previous one, also when nested or left by an exception."""
-    NamedFunction(f"{STREAMS}:assert_guards_restore")(gpus)
+    NamedFunction(f"{CHECKS}:assert_guards_restore")(gpus)
 
 
 def test_threads_have_their_own_device(gpus: Gpus) -> None:
     """Each thread has a current device of its own."""
-    NamedFunction(f"{STREAMS}:assert_threads_apart")(gpus)
+    NamedFunction(f"{CHECKS}:assert_threads_apart")(gpus)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_streams_wait_for_each_other(gpus: Gpus, seed: int) -> None:
     """A stream that waits for a stream of any device sees its writes, and memory in use is not allocated again."""
-    NamedFunction(f"{STREAMS}:assert_devices_wait")(gpus, seed)
+    NamedFunction(f"{CHECKS}:assert_devices_wait")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_generators_are_apart(gpus: Gpus, seed: int) -> None:
     """Seeds affect the named devices only, and drawing on one device does not change the others."""
-    NamedFunction(f"{STATE}:assert_generators_apart")(gpus, seed)
+    NamedFunction(f"{CHECKS}:assert_generators_apart")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_states_of_generators_return(gpus: Gpus, seed: int) -> None:
     """A restored generator state gives the same numbers again, also where a checkpoint computes dropout again."""
-    NamedFunction(f"{STATE}:assert_states_return")(gpus, seed)
+    NamedFunction(f"{CHECKS}:assert_states_return")(gpus, seed)
 
 
 @examples(4, quick=1)
@@ -94,16 +93,16 @@ def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
     """Ranks with one seed draw the same numbers on GPUs of one model, and with different seeds different ones."""
     from mgpu_check.suite.devices.seeded_ranks import assert_ranks_draw_as_seeded
 
-    assert_ranks_draw_as_seeded(ranks.run(f"{STATE}:drawn_by", seed, size=size))
+    assert_ranks_draw_as_seeded(ranks.run(f"{CHECKS}:drawn_by", seed, size=size))
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_map_location(gpus: Gpus, seed: int) -> None:
     """`torch.load` puts tensors where each form of `map_location` says, bit for bit, and keeps shared memory shared."""
-    NamedFunction(f"{STATE}:assert_loads_arrive")(gpus, seed)
+    NamedFunction(f"{CHECKS}:assert_loads_arrive")(gpus, seed)
 
 
 def test_memory_recovers(gpus: Gpus) -> None:
     """A device refuses an allocation that does not fit, keeps its data, counts both, and continues to work."""
-    NamedFunction(f"{STATE}:assert_memory_recovers")(gpus)
+    NamedFunction(f"{CHECKS}:assert_memory_recovers")(gpus)
