@@ -122,7 +122,7 @@ def test_the_submodules_that_a_function_names_are_those_that_cloudpickle_finds(f
     assert cloudpickle.cloudpickle._find_imported_submodules is theirs  # others of this process have their own
 
 
-NAMED = "mgpu_check.suite.collectives.groups"
+NAMED = "mgpu_check.suite.collectives.calls"
 
 
 def test_ranks_import_the_function_and_it_gets_its_rank(ranks, tmp_path, monkeypatch):

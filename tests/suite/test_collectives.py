@@ -20,7 +20,7 @@ from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.oracles.collectives.repeated_calls import Cases, RepeatedCollective, Terms, View, WrongIteration
-from mgpu_check.suite.collectives.groups import assert_subgroups_divide
+from mgpu_check.suite.collectives.calls import assert_subgroups_divide
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits
 

@@ -24,7 +24,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.reduction import significand_bits
 from mgpu_check.oracles.collectives.cases import WrongResult, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import coalescing, collective_named, groups_of
-from mgpu_check.suite.collectives.groups import some_groups
+from mgpu_check.suite.collectives.calls import some_groups
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.version import torch_version
 

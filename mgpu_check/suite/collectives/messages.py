@@ -16,8 +16,15 @@ from mgpu_check.asserts.findings import run_all
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.collectives.cases import REDUCED, Message, WrongResult, messages_between, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import groups_of
-from mgpu_check.suite.collectives.calls import CallMemory, differing, given_blocks, shaped, stretched
-from mgpu_check.suite.collectives.groups import some_groups, without
+from mgpu_check.suite.collectives.calls import (
+    CallMemory,
+    differing,
+    given_blocks,
+    shaped,
+    some_groups,
+    stretched,
+    without,
+)
 from mgpu_check.torch_hooks.tensors import as_bits
 
 

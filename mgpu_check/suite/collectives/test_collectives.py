@@ -88,7 +88,7 @@ def test_options_of_collectives(ranks: Ranks, size: int, seed: int, more: bool) 
 def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
     """Collectives in a group involve its members only, others keep their data, and subgroups have the right members."""
     groups = data.draw(calls.partitions(size), label="groups")
-    ranks.run(f"{CHECKS}.groups:assert_groups_match", calls.in_groups(groups, seed), size=size)
+    ranks.run(f"{CHECKS}.calls:assert_groups_match", calls.in_groups(groups, seed), size=size)
 
 
 @pytest.mark.gpus(least=2)
