@@ -73,14 +73,14 @@ def test_process_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) ->
 @given(size=mostly_all(), runs=whole_runs(("deep",), least=2), long=whole_runs(("mlp",), least=4, most=4))
 def test_averaging_hooks(ranks: Ranks, size: int, runs: Runs, long: Runs) -> None:
     """allreduce_hook, and a user's hook that sums and divides, get every gradient once and act like no hook."""
-    ranks.run("mgpu_check.suite.distributed.hooks:assert_averaging_hook_exact", runs, long, size=size)
+    ranks.run("mgpu_check.suite.distributed.state:assert_averaging_hook_exact", runs, long, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_compressing_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
     """fp16_compress_hook and bf16_compress_hook round gradients to these dtypes, and not further."""
-    ranks.run("mgpu_check.suite.distributed.hooks:assert_compressed_gradients_rounded", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.state:assert_compressed_gradients_rounded", runs, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -88,7 +88,7 @@ def test_compressing_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
 @given(size=mostly_all(2), runs=whole_runs(("mlp",)), first=st.sets(st.integers(0, 7), min_size=1))
 def test_hooks_in_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) -> None:
     """Hooks that average and compress take the mean over the process group of the model."""
-    ranks.run("mgpu_check.suite.distributed.hooks:assert_hooks_keep_to_groups", runs, sorted(first), size=size)
+    ranks.run("mgpu_check.suite.distributed.state:assert_hooks_keep_to_groups", runs, sorted(first), size=size)
 
 
 @examples(8, quick=2)
