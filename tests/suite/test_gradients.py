@@ -11,7 +11,7 @@ import torch
 from mgpu_check.asserts.models import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.steps import MeasuredStep
-from mgpu_check.oracles.training.gradients import _assert_as_measured
+from mgpu_check.oracles.training.training_steps import _assert_as_measured
 
 EXPECTED = {
     "weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),

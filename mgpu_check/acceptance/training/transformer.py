@@ -26,7 +26,7 @@ from mgpu_check.numerics.steps import PAIRS, MeasuredStep, assess, deviations
 from mgpu_check.oracles.devices.operations import Stopwatch
 from mgpu_check.oracles.generated_data import digests, integers
 from mgpu_check.oracles.training.cases import TrainingSpec
-from mgpu_check.oracles.training.gradients import (
+from mgpu_check.oracles.training.training_steps import (
     assert_data_parallel_agrees,
     assert_distributed_agrees,
     assert_distributed_replicas_agree,

@@ -16,9 +16,9 @@ from mgpu_check.oracles.strategies import examples, trainings
 from mgpu_check.oracles.training.cases import TrainingSpec
 from mgpu_check.plugin.ranks import Gpus, Ranks
 
-CHECKS = "mgpu_check.oracles.training.gradients"
+CHECKS = "mgpu_check.oracles.training.training_steps"
 
-DISTRIBUTED = "mgpu_check.oracles.training.gradients:assert_distributed_agrees"
+DISTRIBUTED = "mgpu_check.oracles.training.training_steps:assert_distributed_agrees"
 # LeNet takes ten times as long as the MLP, so it is drawn less often.
 PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
 NORMED_STEPS = st.integers(1, 2)
@@ -68,7 +68,7 @@ def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) 
 @given(size=strategies.world_sizes(least=2), training=trainings(("mlp",), steps=st.integers(1, 5)))
 def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """DDP gives all ranks rank 0's parameters, and keeps them equal bit for bit through every step."""
-    ranks.run("mgpu_check.oracles.training.gradients:assert_distributed_replicas_agree", training, size=size)
+    ranks.run("mgpu_check.oracles.training.training_steps:assert_distributed_replicas_agree", training, size=size)
 
 
 @examples(24, quick=4)
@@ -102,7 +102,7 @@ def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec
 )
 def test_resnet18_in_data_parallel(gpus: Gpus, devices: int, training: TrainingSpec) -> None:
     """A ResNet-18 with BatchNorm in DataParallel agrees with one device that goes through the batch shard by shard."""
-    from mgpu_check.oracles.training.gradients import assert_data_parallel_agrees
+    from mgpu_check.oracles.training.training_steps import assert_data_parallel_agrees
 
     # The last block has few pixels, and one sample of them is too little for statistics, so all shards have the same
     # size.
