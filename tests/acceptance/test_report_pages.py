@@ -10,7 +10,7 @@ from html import unescape
 import pytest
 
 from mgpu_check.acceptance.report import page
-from mgpu_check.acceptance.report.figures import Grid
+from mgpu_check.acceptance.report.page import Grid
 from mgpu_check.acceptance.report.summary import lines
 from mgpu_check.acceptance.run_report import CheckRun, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Subject

@@ -20,7 +20,7 @@ from typing import Any
 from mgpu_check import pages
 from mgpu_check.acceptance.application import SUFFIXES
 from mgpu_check.acceptance.documents import DocumentType, read_document, write_whole
-from mgpu_check.acceptance.report.figures import PANELS, reasons
+from mgpu_check.acceptance.health.checks import THROTTLED
 from mgpu_check.acceptance.run_report import Accusation, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.devices.telemetry.fields import FIELDS, Value
@@ -79,7 +79,13 @@ if __name__ == "__main__":
 
 _WHOLE = 8  # observations of a check, a subject and an outcome other than passed that are kept unchanged
 _SAMPLES = 48  # samples of a GPU, and at most as many again with clocks that are held down
+PANELS = {"temperature": "°C", "power": "W", "sm_clock": "MHz"}  # telemetry fields to draw over time, with their units
 _KEPT = {*PANELS} | {"throttle", "utilization", "pcie_generation", "pcie_width"}
+
+
+def reasons(sample: TelemetrySample) -> list[str]:
+    """Return the throttle reasons of a sample that are signs of a defect."""
+    return [reason for reason in str(sample.values.get("throttle") or "").split(", ") if reason in THROTTLED]
 
 
 def brief(report: RunReport) -> RunReport:
