@@ -252,8 +252,6 @@ def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK) -> 
 
 @dataclass(frozen=True)
 class WrongBytes:
-    """Wrong bytes."""
-
     count: int  # the number of wrong bytes
     # first, last: the places of the first and the last
     first: int

@@ -51,8 +51,6 @@ upstream forwarding."""
 
 @dataclass(frozen=True)
 class Component:
-    """One component of a host."""
-
     kind: str  # "infiniband", "ethernet", "pci" or "memory"; "host" for the host itself
     name: str
     model: str = ""  # components of one kind and model are alike
@@ -585,8 +583,6 @@ _AER = {"correctable": "COR", "nonfatal": "NONFATAL", "fatal": "FATAL"}
 
 @dataclass(frozen=True)
 class SimulatedHost:
-    """A simulated host."""
-
     cores: int = 8
     core: int = -1  # the core that computes wrong results; -1 for none
     word: int = -1  # the word of memory that loses a bit; -1 for none

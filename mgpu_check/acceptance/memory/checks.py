@@ -33,8 +33,6 @@ Put = Callable[[torch.Tensor, int, torch.Tensor], object]
 
 
 class Pattern(Protocol):
-    """A pattern that assigns a value to each word."""
-
     @property
     def name(self) -> str:
         """The name in messages."""
@@ -155,8 +153,6 @@ _LOOKED_AT_FROM_THE_HOST = 256  # words of each pass that the host compares too
 
 @dataclass(frozen=True)
 class WrongWord:
-    """A word that did not hold its value."""
-
     word: int  # its number in the region, an eighth of its offset in bytes
     pattern: Pattern  # the pattern that was written
     # expected, read: 64 bits, as nonnegative integers; `read` follows from the difference that the device found
@@ -170,8 +166,6 @@ class WrongWord:
 
 @dataclass
 class WrongRegion:
-    """The errors of a region."""
-
     count: int = 0
     words: list[WrongWord] = field(default_factory=list)
     blind: list[str] = field(default_factory=list)  # lines that explain why the comparison on the device is unreliable

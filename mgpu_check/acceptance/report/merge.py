@@ -20,8 +20,6 @@ from mgpu_check.processes.machine import distinct_names
 
 @dataclass(frozen=True)
 class Sighting:
-    """A GPU in one report."""
-
     file: str  # name of the report, for messages
     report: RunReport
     host: Host

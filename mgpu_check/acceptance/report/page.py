@@ -41,8 +41,6 @@ Scale = Literal["much", "little", "failures"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table."""
-
     text: str
     is_known: bool
     shade: float  # percent of colour
@@ -271,8 +269,6 @@ class Box:
 
 @dataclass(frozen=True)
 class Picture:
-    """A host with its GPUs."""
-
     host: str
     state: State
     height: float
@@ -648,8 +644,6 @@ _CLASSES = {"ACCEPTED": "good", "REJECTED": "bad", "INCONCLUSIVE": "open", "SUSP
 
 @dataclass(frozen=True)
 class Card:
-    """The card of one GPU on the page."""
-
     gpu: Gpu
     host: str
     accused: list[str]  # names of the accused parts that contain the GPU

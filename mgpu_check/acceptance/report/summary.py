@@ -239,7 +239,6 @@ def gpus_of(report: RunReport, subject: Subject) -> tuple[int, ...]:
 
 
 def repeat(report: RunReport) -> str:
-    """Return the command that repeats the run with the same seed."""
     has_seed = any(word.partition("=")[0] == "--hypothesis-seed" for word in _words(report.command))
     return report.command if report.seed is None or has_seed else f"{report.command} --hypothesis-seed={report.seed}"
 

@@ -25,8 +25,6 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Departure:
-    """The point where a GPU leaves the majority."""
-
     step: int  # optimizer step, from 1
     # the values that are wrong in that step, in order; the loss comes before the parameters
     value_names: tuple[str, ...]

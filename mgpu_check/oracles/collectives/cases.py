@@ -163,8 +163,6 @@ def _no_device_takes(call: CollectiveCall) -> str | None:
 
 @dataclass(frozen=True)
 class Message:
-    """A point-to-point message."""
-
     # source, target: ranks of the world; source -1 for any
     source: int
     target: int
@@ -215,8 +213,6 @@ OF_GROUPS = ("new_group", "destroy_group")
 
 @dataclass(frozen=True)
 class CollectiveStep:
-    """One step of every rank."""
-
     # a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target. "shift" sends
     # from each rank to the rank `root` places further on.
     operation: str

@@ -141,8 +141,6 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a reduction."""
-
     reduction: str  # "sum", "avg", "product", "min" or "max"
     dtype: torch.dtype
     count: int  # of ranks
@@ -288,8 +286,6 @@ class Cases:
 
 @dataclass(frozen=True)
 class WrongIteration:
-    """A wrong result of one iteration on one rank."""
-
     iteration: int
     count: int  # the number of wrong elements, or bytes of a copy
     of: int  # the number of all elements, or bytes of a copy
@@ -302,8 +298,6 @@ class WrongIteration:
 
 @dataclass(frozen=True)
 class View:
-    """The results of a collective on one rank."""
-
     case: int  # the number of the case in the call
     rank: int
     members: tuple[int, ...]
@@ -407,7 +401,6 @@ class _Examination:
         return View(self.number, self.rank.index, self.members, size, self.checked, self.failed, wrong)
 
     def once(self, iteration: int, start: int) -> _IterationResult:
-        """Call the collective once."""
         case, chunk_length = self.case, self.elements // self.count
         root = case.root % self.count
         window = self.own[start : start + self.elements]

@@ -71,8 +71,6 @@ UNARY: tuple[ElementwiseOperator, ...] = (
 
 @dataclass(frozen=True)
 class BoundedFunction:
-    """A function with documented error bounds."""
-
     call: Function
     # single, double: the largest errors in units in the last place, in float32 and in float64. They come from the
     # tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions": the largest value of any
@@ -132,8 +130,6 @@ _TENSOR_CORES = (*_CORES, *_FLOAT8, "int8")
 
 @dataclass(frozen=True)
 class Computation:
-    """An operation of the acceptance's check of arithmetic."""
-
     family: str
     dtypes: tuple[str, ...]  # "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled
     prepare: str  # the module in this folder and its function that makes the operands and the judge, "module:function"
@@ -204,8 +200,6 @@ speeds are comparable."""
 
 @dataclass(frozen=True)
 class ComputeCase:
-    """One operation on a GPU, repeated."""
-
     # operation, dtype: as in `OPERATIONS`
     operation: str
     dtype: str

@@ -52,8 +52,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """An operator with operands on two devices."""
-
     build: Builder  # makes the operands and returns the call
     rule: Rule = Rule()
     group: str = ""  # "modules", "scalars" or "copies", if a test of its own has the operator
@@ -294,7 +292,6 @@ class OperatorCase:
 
     @property
     def rule(self) -> Rule:
-        """The rule of the operator."""
         return OPERATORS[self.operator].rule
 
     @property

@@ -46,7 +46,6 @@ def length_of_piece(tensor: torch.Tensor) -> int:
 
 
 def digests_of_pieces(tensor: torch.Tensor) -> list[int]:
-    """Return the digest of each of at most 64 pieces of `tensor`."""
     return [digest(piece) for piece in bits(tensor).split(length_of_piece(tensor))]
 
 
@@ -160,13 +159,11 @@ class Stopwatch:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        """Start a lap."""
         if self._stream is not None:
             self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
             self._pairs[-1][0].record(self._stream)
 
     def stop(self) -> None:
-        """End the lap."""
         if self._stream is not None:
             self._pairs[-1][1].record(self._stream)
 

@@ -169,7 +169,6 @@ def require(dtype: str, device: torch.device) -> None:
 
 
 def result_dtype(dtype: str) -> torch.dtype:
-    """Return the dtype of a product in a dtype."""
     torch_dtype = DTYPES[dtype]
     return torch.bfloat16 if torch_dtype in _FLOAT8 else torch.int32 if torch_dtype == torch.int8 else torch_dtype
 

@@ -48,7 +48,6 @@ class WholeRun:
 
     @property
     def most(self) -> int:
-        """The largest parameter."""
         return 1 if self.small else 3
 
     def build(self, variant: int = 0) -> nn.Module:
@@ -113,7 +112,6 @@ class ExactTraining:
 
     @property
     def rate(self) -> float:
-        """The learning rate."""
         return 0.25
 
     def layers(self) -> list[nn.Linear]:

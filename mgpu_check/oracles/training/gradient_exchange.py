@@ -164,7 +164,6 @@ class KeyValueStore:
         self._values[key] = value.detach().to(home, copy=True)
 
     def home(self, key: Hashable) -> torch.device:
-        """Return the home device of `key`."""
         return self._values[key].device
 
     def push(self, key: Hashable, gradients: Sequence[torch.Tensor]) -> None:

@@ -48,8 +48,6 @@ def lenet(images: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch
 
 
 class LeNet(nn.Module):
-    """`lenet` as a module."""
-
     def __init__(self, scale: float = 0.01) -> None:
         super().__init__()
         for name, value in lenet_parameters(scale).items():

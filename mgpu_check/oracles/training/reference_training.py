@@ -266,7 +266,6 @@ Prepare = Callable[[nn.Module], object]  # freezes, marks or casts parts of a mo
 
 
 def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Call `model` with the inputs only."""
     return torch.as_tensor(model(x))
 
 
@@ -300,14 +299,12 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def put_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy `values`, by name, into the buffers of `model`."""
     with torch.no_grad():
         for name, value in model.named_buffers():
             value.copy_(values[name])
 
 
 def freeze_first(model: nn.Module) -> None:
-    """Freeze the parameters of the first layer."""
     for parameter in next(model.children()).parameters():
         parameter.requires_grad_(False)
 
@@ -326,7 +323,6 @@ def counting_statistics(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> 
 
 
 def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device, label: str) -> None:
-    """Assert that each tensor is on `device`."""
     for name, value in tensors.items():
         if value.device != device:
             text = f"{label}: {name} is on {value.device}, expected on {device}"
@@ -372,7 +368,6 @@ class OneDevice:
         put_buffers(self.exact, before)
 
     def step(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Take one step of the optimizer with these gradients."""
         for name, parameter in self.held.named_parameters():
             value = gradients[name]
             parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
@@ -611,7 +606,6 @@ class DocumentedSteps:
     def stepped(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], options: Sequence[_Options]
     ) -> list[Tensor]:
-        """Return the parameters after the next step."""
         updated = []
         for number, (p, g, o) in enumerate(zip(parameters, gradients, options, strict=True)):
             state = self.states.setdefault(number, {"steps": 0})

@@ -195,7 +195,6 @@ def sgd(parameters: Mapping[str, torch.Tensor], rate: float, batch_size: int) ->
 
 
 def clear(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Drop the gradients of `parameters`."""
     for parameter in parameters.values():
         parameter.grad = None
 

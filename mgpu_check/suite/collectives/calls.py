@@ -320,7 +320,6 @@ class CallMemory:
         return memory.view(self.dtype)
 
     def view(self, memory: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a tensor in the memory."""
         offset, shape = self._shapes[number]
         return memory.as_strided(shape.sizes, shape.strides, offset)
 
@@ -579,7 +578,6 @@ class Started(Laid):
         return managed if call.asynchronous else None
 
     def wait(self) -> None:
-        """Wait until the collective has ended."""
         if self.work is not None:
             self.work.wait()
 

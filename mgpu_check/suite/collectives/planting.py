@@ -39,7 +39,6 @@ class ObservedCall:
 
     @property
     def rank(self) -> int:
-        """The rank in the world."""
         rank = current_rank()
         return 0 if rank is None else rank.index
 
@@ -101,8 +100,6 @@ def _waited(work: Any) -> Any:
 
 
 class Done(dist.Work):
-    """Work whose ``wait`` returns at once."""
-
     def wait(self, timeout: Any = None) -> bool:
         return True
 
@@ -196,12 +193,10 @@ SOME = When("groups of some ranks", lambda call: 1 < call.size < dist.get_world_
 
 
 def op(name: str) -> When:
-    """Select reductions with one operation."""
     return When(name, lambda call: call.op == name)
 
 
 def dtype(name: str) -> When:
-    """Select calls that write tensors of one dtype."""
     return When(name, lambda call: call.first.dtype is getattr(torch, name))
 
 

@@ -93,7 +93,6 @@ class _OfRank:
                 self._move(step, self._groups[step.group])
 
     def finish(self) -> None:
-        """Wait for all collectives, and destroy the groups."""
         self._wait(list(self.pending))
         for group in self._groups.values():
             if group.handle is not None:

@@ -128,7 +128,6 @@ def special(seed: int) -> list[CollectiveCall]:
 
 
 def rounding(seed: int) -> list[CollectiveCall]:
-    """Return sums, means and products that round."""
     return _right(
         CollectiveCall(function, dtype, 997, op=op, values="random", place=placement, root=seed, seed=seed)
         for function in REDUCING

@@ -53,7 +53,6 @@ def _ending(value: torch.Tensor, start: int, filling: float = 0.0) -> torch.Tens
 
 
 def gathered(change: Callable[[torch.Tensor], torch.Tensor]) -> Context:
-    """Plant a change of each tensor that DataParallel has gathered."""
     return returned(DataParallel, "gather")(lambda outputs, *args: mapped(outputs, change))
 
 

@@ -87,7 +87,6 @@ _TOLD: dict[str, Callable[[], Any]] = {
 
 @contextlib.contextmanager
 def current_device_kept() -> Iterator[None]:
-    """Restore the current device at the end of the context."""
     before = torch.cuda.current_device()
     try:
         yield

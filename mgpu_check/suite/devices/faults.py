@@ -208,7 +208,6 @@ NOT_CURRENT = "devices that are not current"
 
 @contextmanager
 def untouched(index: int) -> Iterator[None]:
-    """Restore the generator of one device on exit."""
     state = torch.cuda.get_rng_state(index)
     yield
     torch.cuda.set_rng_state(state, index)

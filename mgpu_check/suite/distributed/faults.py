@@ -126,7 +126,6 @@ def changed(future: Any, change: Callable[[torch.Tensor], object]) -> Any:
 
 
 def cut(values: torch.Tensor, start: int | None = None, stop: int | None = None) -> None:
-    """Set a part of a tensor to zero."""
     values[start:stop] = 0
 
 
@@ -344,7 +343,6 @@ static_graph = caught_by("test_static_graph")
 
 
 def _is_of_words(parameter: torch.Tensor) -> bool:
-    """Return whether this is the weight of an embedding."""
     return parameter.dim() == 2 and parameter.shape[0] == 12
 
 

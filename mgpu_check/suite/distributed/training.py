@@ -44,7 +44,6 @@ class Member:
 
     @classmethod
     def of(cls, rank: Rank) -> Member:
-        """Return a rank as a member of the world."""
         return cls(rank, rank.index, rank.size)
 
 
@@ -99,7 +98,6 @@ class Replica:
 
     @property
     def forward(self) -> Forward:
-        """The function that calls the model on this rank."""
         return self.forwards if callable(self.forwards) else self.forwards[self.member.index]
 
     def shards(self, batch: Rows) -> list[Rows]:
@@ -157,11 +155,9 @@ class Replica:
             self.agree_with_others(self.gradients(), f"gradients of step {self.number}")
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that there are."""
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def agree_with_others(self, tensors: Mapping[str, torch.Tensor] | nn.Module, which: str) -> None:
-        """Compare tensors with those of the other ranks."""
         with self.findings.collected():
             assert_replicas_agree(tensors, group=self.member.group, what=f"{self.label}, {which}")
 
@@ -221,7 +217,6 @@ class Replica:
         self.agree(which(self.module), which(self.one.held), "after wrapping")
 
     def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
-        """Compare tensors of this replica with the right ones."""
         with self.findings.collected():
             assert_same(got, expected, f"{self.label}, {which}", self.member.rank.index, {"ranks": self.member.size})
 

@@ -9,8 +9,6 @@ Size = int | str
 
 
 class Mechanism(NamedTuple):
-    """A row of the table."""
-
     class_name: str  # the name of the class, in `mgpu_check.suite.parallelism.mechanisms`
     # values to draw, simplest first. A number is per rank where this keeps a rule of the mechanism.
     sizes: dict[str, tuple[Size, ...]]

@@ -39,7 +39,6 @@ class Portion(NamedTuple):
     at: Sequence[int] | torch.Tensor | slice
 
     def of(self, full_tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same part of the whole result."""
         at = torch.arange(full_tensor.shape[self.dim], device="cpu")[self.at] if isinstance(self.at, slice) else self.at
         return full_tensor.index_select(self.dim, torch.as_tensor(at, dtype=torch.int64, device="cpu"))
 
@@ -66,7 +65,6 @@ class DividedStep(ABC):
         return torch.randint(-8, 9, shape, generator=generator, device="cpu").double() / 8
 
     def tensors(self, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Return `numbers` of each shape, in a dtype."""
         return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
 
     def lacks(self, rank: Rank) -> str | None:
@@ -100,7 +98,6 @@ def total(own: torch.Tensor) -> torch.Tensor:
 
 
 def step_of(case: MechanismCase, ranks: int) -> DividedStep:
-    """Return the step of a case, for a world of `ranks` ranks."""
     step: DividedStep = pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].class_name}")(case, ranks)
     return step
 
@@ -158,7 +155,6 @@ class ExpertsByHand(DividedStep):
         return self["top"], self["capacity"], self.case.sizes["balance"] == "all ranks"
 
     def model(self, dtype: torch.dtype) -> tuple[nn.Linear, model_parallel.Experts]:
-        """Return router and experts, whole."""
         count = self.experts
         router = nn.Linear(_TOKEN_WIDTH, count, dtype=dtype, device="cpu")
         with torch.no_grad():
@@ -354,7 +350,6 @@ class SequenceByHand(DividedStep):
     """`SequenceParallelMlp`: a norm of parts of the sequence around divided layers."""
 
     def model(self, dtype: torch.dtype) -> tuple[nn.LayerNorm, nn.Linear, nn.Linear]:
-        """Return norm, and the two layers."""
         norm = nn.LayerNorm(_FEATURES, dtype=dtype, device="cpu")
         up = nn.Linear(_FEATURES, self["hidden"], dtype=dtype, device="cpu")
         down = nn.Linear(self["hidden"], _FEATURES, dtype=dtype, device="cpu")
@@ -364,7 +359,6 @@ class SequenceByHand(DividedStep):
         return norm, up, down
 
     def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs, and the factors of outputs in the loss."""
         shape = self["own"] * self.ranks, self["batch"], _FEATURES
         # One feature far from the others bounds the variance of a row away from 0.
         far = 4 * F.one_hot(torch.tensor(0, device="cpu"), _FEATURES)

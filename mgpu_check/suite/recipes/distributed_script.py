@@ -42,13 +42,11 @@ VARIABLES = (
 
 
 def setup(rank: int, local_rank: int, world_size: int) -> None:
-    """Select the GPU of this rank, and join the process group."""
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl", rank=rank, world_size=world_size)
 
 
 def cleanup() -> None:
-    """Leave the process group."""
     dist.destroy_process_group()
 
 
@@ -60,8 +58,6 @@ def make_dataset(samples: int, width: int) -> Dataset[Any]:
 
 
 class Trainer:
-    """Trains a model on the GPU of this rank."""
-
     def __init__(self, model: nn.Module, data: Dataset[Any], local_rank: int, batch_size: int) -> None:
         self.device = torch.device("cuda", local_rank)
         self.model = DistributedDataParallel(model.to(self.device), device_ids=[local_rank])
@@ -85,7 +81,6 @@ class Trainer:
 
 
 def train(rank: int, local_rank: int, world_size: int, args: argparse.Namespace) -> None:
-    """Train on this rank."""
     setup(rank, local_rank, world_size)
     torch.set_default_dtype(getattr(torch, args.dtype))
     torch.manual_seed(rank)  # different seeds, because DistributedDataParallel broadcasts the parameters of rank 0
@@ -129,7 +124,6 @@ def spawned(rank: int, world_size: int, args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as a rank of torchrun, or spawn all ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of all ranks together")

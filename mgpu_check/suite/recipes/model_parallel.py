@@ -304,8 +304,6 @@ class VocabularyParallel(nn.Module):
 
 
 class FusedHeads(NamedTuple):
-    """The heads of an attention."""
-
     # queries, shared: numbers of heads of queries, and of keys and values
     queries: int
     shared: int
@@ -574,7 +572,6 @@ class ExpertParallel(nn.Module):
         return combined(back[order.argsort()], routing, len(x)), logits
 
     def sum_partial_gradients(self) -> None:
-        """Sum the gradients of the router over the ranks."""
         sum_gradients(self.router.parameters(), self.group)
 
 

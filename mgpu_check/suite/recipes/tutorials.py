@@ -136,6 +136,5 @@ class ResumableSampler(DistributedSampler[Any]):
         return {"epoch": self.epoch, "start": consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume from a state."""
         self.set_epoch(state["epoch"])
         self.start = state["start"]

@@ -60,7 +60,6 @@ class _BatchNormCase:
 
     @property
     def counts(self) -> list[int]:
-        """The number of samples of each rank."""
         counts = [2 + rank % 3 for rank in self.ranks]
         counts[-1] = 1
         counts[max(0, len(self.ranks) - 2)] += 5
