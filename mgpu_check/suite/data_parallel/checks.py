@@ -11,18 +11,19 @@ import functools
 import itertools
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import parallel
 from torch.nn.parallel import DataParallel
+from torch.utils import _pytree as pytree
 
-from mgpu_check.asserts.collectives import first_difference, same_bits
+from mgpu_check.asserts.collectives import assert_gathered
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.asserts.models import assert_same
-from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.errors import CheckFailure, GradientMismatch, ReplicaMismatch, ShardError
 from mgpu_check.oracles.generated_data import significands
 from mgpu_check.oracles.training import reference_training as oracle
 from mgpu_check.oracles.training.cases import WholeRun
@@ -67,33 +68,20 @@ def refused_by_mistake(label: str) -> Iterator[None]:
 
 def require_same(label: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
     """Assert that two nested results agree in structure, types and bits, and that tensors of `got` are on `device`."""
-    if isinstance(expected, torch.Tensor):
-        if not isinstance(got, torch.Tensor):
-            raise GradientMismatch(f"{label}: got {got!r}, expected a tensor", ranks=ranks)
-        if got.device != device:
-            raise GradientMismatch(f"{label} is on {got.device}, expected on {device}", ranks=ranks)
-        if got.shape != expected.shape or got.dtype != expected.dtype:
-            text = f"{tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
-            raise GradientMismatch(f"{label} is {text}", ranks=ranks)
-        if not same_bits(expected, got):
-            at = first_difference(expected, got.detach().cpu())
-            text = f"element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
-            raise GradientMismatch(f"{label}, {got.dtype}: {text}", ranks=ranks)
-        return
-    if type(got) is not type(expected):
-        raise GradientMismatch(f"{label}: got {got!r}, expected {type(expected).__name__}", ranks=ranks)
-    if isinstance(expected, Mapping):
-        if list(got) != list(expected):
-            raise GradientMismatch(f"{label} has the keys {list(got)}, expected {list(expected)}", ranks=ranks)
-        for key in expected:
-            require_same(f"{label}[{key!r}]", got[key], expected[key], device, ranks)
-    elif isinstance(expected, (tuple, list)):
-        if len(got) != len(expected):
-            raise GradientMismatch(f"{label} has {len(got)} entries, expected {len(expected)}", ranks=ranks)
-        for index, element in enumerate(expected):
-            require_same(f"{label}[{index}]", got[index], element, device, ranks)
-    elif got != expected:
-        raise GradientMismatch(f"{label}: got {got!r}, expected {expected!r}", ranks=ranks)
+    _require_alike(GradientMismatch, label, got, expected, device, ranks)
+    forms = [pytree.tree_structure(tree) for tree in (got, expected)]
+    if forms[0] != forms[1]:  # keys in another order
+        raise GradientMismatch(f"{label} has the form {forms[0]}, expected {forms[1]}", ranks=ranks)
+
+
+def _require_alike(
+    error_type: type[CheckFailure], label: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int]
+) -> None:
+    try:
+        assert_gathered(expected, got, device)
+    except ShardError as error:
+        text = str(error).removeprefix("gathered ").removeprefix("batch").replace("shard 0 is nested differently: ", "")
+        raise error_type(f"{label}{text}", ranks=ranks) from None
 
 
 _WIDTH = 6
@@ -461,14 +449,7 @@ def _found(replica: nn.Module, name: str) -> Any:
 
 def _require_held(label: str, name: str, got: Any, expected: torch.Tensor, device: torch.device, detach: bool) -> None:
     ranks = [device.index]
-    if got.device != device:
-        raise ReplicaMismatch(f"{label} has {name} on {got.device}", ranks=ranks)
-    if not same_bits(expected, got):
-        on_cpu = got.detach().cpu()
-        text, alike = f"{on_cpu.shape} {on_cpu.dtype}", (on_cpu.shape, on_cpu.dtype) == (expected.shape, expected.dtype)
-        if at := first_difference(expected, on_cpu) if alike else ():
-            text = f"element {list(at)} is {on_cpu[at].item()}, expected {expected[at].item()}"
-        raise ReplicaMismatch(f"{label}: {name}, {expected.dtype}: {text}", ranks=ranks)
+    _require_alike(ReplicaMismatch, f"{label}: {name}", got, expected, device, ranks)
     # Not for detached replicas, which need no gradients: on the first device they are the module's own tensors.
     if not detach and got.requires_grad != expected.requires_grad:
         raise ReplicaMismatch(f"{label}: requires_grad of {name} is {got.requires_grad}", ranks=ranks)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.asserts.findings import Findings, require
 from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
@@ -44,11 +43,8 @@ def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
         under_ddp(model, rank.device)
         for name, expected in oracle.state_of(Everything(seed)).items():
             got = oracle.state_of(model)[name]
-            if not same_bits(expected, got):
-                at = first_difference(expected, got.cpu())
-                message = f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's"
-                message += f": element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
-                findings.require(False, message, ranks=[rank.index])
+            text = f"{name} differs from rank 0's: {(off := difference(got, expected, 'bits'))}"
+            require(findings, rank, off is None, f"DDP on {rank.size} ranks, after wrapping", text)
 
 
 def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:

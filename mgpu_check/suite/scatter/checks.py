@@ -18,6 +18,7 @@ from torch.nn.parallel import comm
 
 from mgpu_check.asserts import collectives
 from mgpu_check.errors import ShardError
+from mgpu_check.oracles.agreement import difference
 from mgpu_check.oracles.generated_data import counted
 from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, KINDS, PINNED, Leaf, Nested, Split, TensorSpec
 from mgpu_check.oracles.training import models
@@ -138,13 +139,10 @@ def _require(label: str, leaf: torch.Tensor, expected: torch.Tensor, index: int)
         text = "there is no gradient"
     elif gradient.device != leaf.device:
         text = f"its gradient is on {gradient.device}"
-    elif collectives.same_bits(expected, gradient):
-        return
-    elif gradient.shape != expected.shape or gradient.dtype != expected.dtype:
-        text = f"gradient {tuple(gradient.shape)} of {gradient.dtype}"
+    elif off := difference(gradient, expected, "bits"):
+        text = f"its gradient is wrong: {off}"
     else:
-        at = collectives.first_difference(expected, gradient)
-        text = f"gradient of element {list(at)}: expected {expected[at].item()}, got {gradient[at].item()}"
+        return
     raise ShardError(f"{label}, on {leaf.device}: {text}", ranks=(index,))
 
 

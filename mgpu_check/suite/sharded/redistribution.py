@@ -15,9 +15,9 @@ from torch.distributed.tensor import rand as uniform_tensor
 from torch.distributed.tensor import randn as random_tensor
 from torch.nn import functional
 
-from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
+from mgpu_check.oracles.agreement import difference
 from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
@@ -240,15 +240,8 @@ def _wrong(dtensor: DTensor, expected: torch.Tensor, case: _RedistributionCase) 
 
 def compared(got: torch.Tensor, expected: torch.Tensor, subject: str) -> str | None:
     """Describe how a rank's tensor differs from the right one; None if all bits are equal."""
-    local = plain(got)
-    if same_bits(expected.contiguous(), local):
-        return None
-    if local.shape != expected.shape or local.dtype != expected.dtype:
-        return f"{subject} is {local.dtype}{list(local.shape)}, expected {expected.dtype}{list(expected.shape)}"
-    at = first_difference(expected, local)
-    count = int((local != expected).sum())
-    values = f"got {local[at].item()}, expected {expected[at].item()}"
-    return f"{subject}: {count} of {local.numel()} elements differ, the first at {list(at)}: {values}"
+    text = difference(got, expected, "bits")
+    return text and f"{subject}: {text}"
 
 
 def text_of(placements: Sequence[Placement]) -> str:
