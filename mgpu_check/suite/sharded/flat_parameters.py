@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,153 +35,7 @@ from mgpu_check.torch_hooks.tensors import copied
 PREFIX = "_fsdp_wrapped_module."
 
 
-@dataclass(frozen=True)
-class Way:
-    """A configuration of `FullyShardedDataParallel`: a member of `ShardingStrategy`, and options."""
-
-    strategy: str
-    # parameters keep their names and shapes (``use_orig_params``), so each has a gradient of its own
-    named: bool = True
-    unsynchronized: bool = False  # the first micro-batch runs under ``no_sync``
-    ahead: bool = False  # the parameters of the next layer are fetched while a layer computes, in both passes
-
-    def __str__(self) -> str:
-        words = (self.strategy, "named" * self.named, "no_sync" * self.unsynchronized, "fetched ahead" * self.ahead)
-        return "FullyShardedDataParallel, " + ", ".join(word for word in words if word)
-
-
-_AHEAD = {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
-_WAYS = (Way("FULL_SHARD", unsynchronized=True, ahead=True), Way("SHARD_GRAD_OP", named=False), Way("HYBRID_SHARD"))
-
-
-def _plainly_wrapped(training: ExactTraining, rank: Rank, way: Way) -> FullyShardedDataParallel:
-    """Return the model of a training on the device of `rank`, with each linear layer and the whole model wrapped."""
-    options: dict[str, Any] = {"limit_all_gathers": False} if way.ahead else {}
-    if way.strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cuda", near_square(rank.size), mesh_dim_names=("repeat", "shard"))
-    return _wrapped(training, rank, {**{name: values[0] for name, values in _OPTIONS.items()}, **vars(way)}, options)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress torch's warnings about worlds of one rank, where there is nothing to divide.
-    Torch then takes another strategy: torch/distributed/fsdp/_init_utils.py, torch 2.13."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-        warnings.filterwarnings("ignore", message="(The|When using) `+NO_SHARD`")
-        yield
-
-
-def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
-    """Assert that a model in `FullyShardedDataParallel` trains as on one device. A collective.
-
-    The first step accumulates gradients over two micro-batches; one configuration skips the reduction after the first.
-    FSDP divides gradients by the number of ranks, so the loss is multiplied by it. The norm from clipping must cover
-    all gradients.
-    """
-    wanted = own_results(training, one_device(training), rank)
-    with Findings() as findings, quiet():
-        for way in _WAYS:
-            subject = f"{way}, on {rank.device}"
-            model = _plainly_wrapped(training, rank, way)
-            got = _trained(training, model, sgd(training, model), rank, way)
-            norm = float(model.clip_grad_norm_(1e30))
-            with findings.collected():
-                assert_same(got, {name: wanted[name] for name in got}, subject, rank.index)
-            with findings.collected():
-                _judge_norm(norm, wanted, training.steps, subject, rank)
-            with findings.collected():
-                _judge_parts(model, training, rank, way, subject)
-
-
-def _trained(
-    training: ExactTraining, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank, way: Way
-) -> dict[str, torch.Tensor]:
-    got: dict[str, torch.Tensor] = {}
-    for step, batch in enumerate(training.batches(), 1):
-        outputs = _step_of(model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1)
-        got |= _whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs)}
-    return got
-
-
-def _step_of(
-    model: FullyShardedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    samples: tuple[torch.Tensor, torch.Tensor],
-    size: int,
-    way: Way,
-    windows: int,
-) -> torch.Tensor:
-    x, y = samples
-    optimizer.zero_grad()
-    outputs: list[torch.Tensor] = []
-    with full_precision():
-        for rows in recipe.split(torch.arange(len(x), device=x.device), windows):
-            last = len(outputs) == windows - 1
-            with model.no_sync() if way.unsynchronized and not last else contextlib.nullcontext():
-                outputs.append(model(x[rows]))
-                (recipe.weighted(outputs[-1], y[rows]) * size).backward()
-        optimizer.step()
-    return torch.cat(outputs)
-
-
-def _whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str, torch.Tensor]:
-    """Gather parameters, and gradients if they have names, as `reference_training.seen` names them. A collective."""
-    tensors = {}
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
-        for name, value in model.named_parameters():
-            plain = name.replace(PREFIX, "")
-            tensors[f"step {step}: {plain}"] = copied(value)
-            if way.named:
-                assert value.grad is not None, "all parameters are used"
-                tensors[f"step {step}: gradient of {plain}"] = copied(value.grad)
-    return tensors
-
-
-def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, subject: str, rank: Rank) -> None:
-    gradients = [value.double() for name, value in wanted.items() if name.startswith(f"step {step}: gradient of ")]
-    expected = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
-    # Squares, sums and roots in float32 round once each: see `mgpu_check.numerics.reduction`.
-    most = expected * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
-    if not abs(norm - expected) <= most:
-        text = f"clip_grad_norm_ gives a norm of {norm!r}, expected {expected!r} ± {most:.2g}"
-        raise GradientMismatch(f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
-
-
-def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: Way, subject: str) -> None:
-    """Check how many elements of each layer's flat parameter this rank holds; torch pads the last parts."""
-    if way.named:
-        return
-    got = [value.numel() for value in model.parameters()]
-    totals = [sum(value.numel() for value in layer.parameters()) for layer in training.layers()]
-    expected = [-(-count // rank.size) for count in totals]
-    if got != expected:
-        text = f"holds {got} elements of the layers, expected {expected} of {totals}"
-        raise ShardError(f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
-
-
-def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
-    """Assert that full state dicts under `FullyShardedDataParallel` equal those of one device. A collective.
-    A model with another configuration loads them, and must then train as on one device."""
-    expected = one_device(training)
-    before, after = _WAYS[0], _WAYS[1]
-    subject = f"full state dict of {before}, on {rank.device}"
-    with Findings() as findings, quiet():
-        model = _plainly_wrapped(training, rank, before)
-        optimizer = sgd(training, model)
-        _step_of(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
-        state = take_full_state(training, model, optimizer, expected, findings, subject, rank)
-        if findings.anywhere(rank):
-            return  # rank 0 would broadcast the wrong state, and all ranks would report it again
-        fresh = _plainly_wrapped(replace(training, seed=training.seed + 1), rank, after)
-        fresh_optimizer = sgd(training, fresh)
-        give_full_state(training, state, fresh, fresh_optimizer)
-        _step_of(fresh, fresh_optimizer, own_part(training.batches()[1], rank), rank.size, after, windows=1)
-        got = _whole_of(fresh, 2, after)
-        with findings.collected():
-            assert_same(got, {name: expected[name] for name in got}, f"{subject}, loaded, then one step", rank.index)
-
-
+_Row = Mapping[str, Any]
 _DOUBLE = torch.float64
 _DTYPES: Mapping[str, dict[str, Any]] = {
     "float32": {},
@@ -207,9 +61,139 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
 `start` is how ranks get the parameters: all build them, the first broadcasts them, or a function fills those of 'meta'.
 `ignored` excludes the first layer, whose gradients the check reduces by itself.
 """
+_AHEAD = {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
+_WAYS: tuple[dict[str, Any], ...] = tuple(
+    {**{name: values[0] for name, values in _OPTIONS.items()}, **chosen}
+    for chosen in (
+        {"unsynchronized": True, "ahead": "without limit"},
+        {"strategy": "SHARD_GRAD_OP", "named": False},
+        {"strategy": "HYBRID_SHARD"},
+    )
+)
+"""Rows of options that are always tried."""
 
 
-def _together(row: Mapping[str, Any]) -> bool:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress torch's warnings about worlds of one rank, where there is nothing to divide.
+    Torch then takes another strategy: torch/distributed/fsdp/_init_utils.py, torch 2.13."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+        warnings.filterwarnings("ignore", message="(The|When using) `+NO_SHARD`")
+        yield
+
+
+def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
+    """Assert that a model in `FullyShardedDataParallel` trains as on one device. A collective.
+
+    The first step accumulates gradients over two micro-batches; one configuration skips the reduction after the first.
+    FSDP divides gradients by the number of ranks, so the loss is multiplied by it. The norm from clipping must cover
+    all gradients.
+    """
+    wanted = own_results(training, one_device(training), rank)
+    with Findings() as findings, quiet():
+        for row in _WAYS:
+            subject = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
+            model = _wrapped(training, rank, row)
+            got = _trained(training, model, sgd(training, model), rank, row)
+            norm = float(model.clip_grad_norm_(1e30))
+            with findings.collected():
+                assert_same(got, {name: wanted[name] for name in got}, subject, rank.index)
+            with findings.collected():
+                _judge_norm(norm, wanted, training.steps, subject, rank)
+            with findings.collected():
+                _judge_parts(model, training, rank, row, subject)
+
+
+def _trained(
+    training: ExactTraining, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank, row: _Row
+) -> dict[str, torch.Tensor]:
+    got: dict[str, torch.Tensor] = {}
+    for step, batch in enumerate(training.batches(), 1):
+        outputs = _step_of(model, optimizer, own_part(batch, rank), rank.size, row, windows=2 if step == 1 else 1)
+        got |= _whole_of(model, step, row) | {f"step {step}: outputs": copied(outputs)}
+    return got
+
+
+def _step_of(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    samples: tuple[torch.Tensor, torch.Tensor],
+    size: int,
+    row: _Row,
+    windows: int,
+) -> torch.Tensor:
+    x, y = samples
+    optimizer.zero_grad()
+    outputs: list[torch.Tensor] = []
+    with full_precision():
+        for rows in recipe.split(torch.arange(len(x), device=x.device), windows):
+            last = len(outputs) == windows - 1
+            with model.no_sync() if row["unsynchronized"] and not last else contextlib.nullcontext():
+                outputs.append(model(x[rows]))
+                (recipe.weighted(outputs[-1], y[rows]) * size).backward()
+        optimizer.step()
+    return torch.cat(outputs)
+
+
+def _whole_of(model: FullyShardedDataParallel, step: int, row: _Row) -> dict[str, torch.Tensor]:
+    """Gather parameters, and gradients if they have names, as `reference_training.seen` names them. A collective."""
+    tensors = {}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=row["named"]):
+        for name, value in model.named_parameters():
+            plain = name.replace(PREFIX, "")
+            tensors[f"step {step}: {plain}"] = copied(value)
+            if row["named"]:
+                assert value.grad is not None, "all parameters are used"
+                tensors[f"step {step}: gradient of {plain}"] = copied(value.grad)
+    return tensors
+
+
+def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, subject: str, rank: Rank) -> None:
+    gradients = [value.double() for name, value in wanted.items() if name.startswith(f"step {step}: gradient of ")]
+    expected = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+    # Squares, sums and roots in float32 round once each: see `mgpu_check.numerics.reduction`.
+    most = expected * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
+    if not abs(norm - expected) <= most:
+        text = f"clip_grad_norm_ gives a norm of {norm!r}, expected {expected!r} ± {most:.2g}"
+        raise GradientMismatch(f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
+
+
+def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, row: _Row, subject: str) -> None:
+    """Check how many elements of each layer's flat parameter this rank holds; torch pads the last parts."""
+    if row["named"]:
+        return
+    got = [value.numel() for value in model.parameters()]
+    totals = [sum(value.numel() for value in layer.parameters()) for layer in training.layers()]
+    expected = [-(-count // rank.size) for count in totals]
+    if got != expected:
+        text = f"holds {got} elements of the layers, expected {expected} of {totals}"
+        raise ShardError(f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
+
+
+def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
+    """Assert that full state dicts under `FullyShardedDataParallel` equal those of one device. A collective.
+    A model with another configuration loads them, and must then train as on one device."""
+    expected = one_device(training)
+    before, after = _WAYS[0], _WAYS[1]
+    subject = f"full state dict of FullyShardedDataParallel with {words_of(before, _OPTIONS)}, on {rank.device}"
+    with Findings() as findings, quiet():
+        model = _wrapped(training, rank, before)
+        optimizer = sgd(training, model)
+        _step_of(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
+        state = take_full_state(training, model, optimizer, expected, findings, subject, rank)
+        if findings.anywhere(rank):
+            return  # rank 0 would broadcast the wrong state, and all ranks would report it again
+        fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
+        fresh_optimizer = sgd(training, fresh)
+        give_full_state(training, state, fresh, fresh_optimizer)
+        _step_of(fresh, fresh_optimizer, own_part(training.batches()[1], rank), rank.size, after, windows=1)
+        got = _whole_of(fresh, 2, after)
+        with findings.collected():
+            assert_same(got, {name: expected[name] for name in got}, f"{subject}, loaded, then one step", rank.index)
+
+
+def _together(row: _Row) -> bool:
     if row.get("ignored") and (
         row.get("dtypes") in ("float64", "inputs not cast") or row.get("start", "the same") != "the same"
     ):
@@ -228,13 +212,12 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
         reached = rank.size == 1  # one rank has no shards to summon
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
             subject = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
-            model = _wrapped(training, rank, row, {})
-            way = Way(row["strategy"], row["named"], row["unsynchronized"], row["ahead"])
+            model = _wrapped(training, rank, row)
             optimizer = sgd(training, model)
             if row["dtypes"] == "inputs not cast":
                 cast_by_hand(model.module, optimizer, rank, subject, findings)
             before = optimizer.register_step_pre_hook(partial(_reduce_ignored, model, row, rank))
-            got = _trained(training, model, optimizer, rank, way)
+            got = _trained(training, model, optimizer, rank, row)
             got |= {name: value.float() for name, value in got.items() if name.endswith(": outputs")}
             before.remove()
             with findings.collected():
@@ -246,11 +229,13 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
                 break
 
 
-def _wrapped(
-    training: ExactTraining, rank: Rank, row: Mapping[str, Any], options: dict[str, Any]
-) -> FullyShardedDataParallel:
+def _wrapped(training: ExactTraining, rank: Rank, row: _Row) -> FullyShardedDataParallel:
     source, model = training.model(), training.model()
-    options |= {"use_orig_params": row["named"], "device_id": rank.device}
+    options: dict[str, Any] = {"use_orig_params": row["named"], "device_id": rank.device}
+    if row["strategy"] == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cuda", near_square(rank.size), mesh_dim_names=("repeat", "shard"))
+    if row["ahead"] == "without limit":
+        options["limit_all_gathers"] = False
     if row["start"] == "param_init_fn":
         values = dict(zip(map(id, model.modules()), source.modules(), strict=True))
         model = model.to("meta")
@@ -299,7 +284,7 @@ def _mean(rank: Rank, gradient: torch.Tensor, shard: torch.Tensor | None = None)
     shard.div_(rank.size)
 
 
-def _reduce_ignored(model: nn.Module, row: Mapping[str, Any], rank: Rank, *_: object) -> None:
+def _reduce_ignored(model: nn.Module, row: _Row, rank: Rank, *_: object) -> None:
     """Average the gradients of the first layer if the model ignores it, and it is not done."""
     if row["ignored"]:
         for name, value in model.named_parameters():
