@@ -2,7 +2,7 @@
 
 - Parts of a model on several devices of a process. Between ranks this is pipeline parallelism: each rank holds a stage,
   and micro-batches pass through, as in *GPipe*.
-- Linear layers, by columns and by rows. The four autograd functions are those of *Megatron-LM* (Shoeybi et al.,
+- Linear layers, by columns and by rows. The four functions of autograd are those of *Megatron-LM* (Shoeybi et al.,
   arXiv:1909.08053): the backward pass of a copy is a sum, that of a gather is a division, and vice versa.
 - Vocabulary parallelism: each rank holds some rows of an embedding, and the logits of these classes. The functions
   are those of *Megatron-LM*, too.
@@ -126,6 +126,9 @@ def gpipe_step(
     return outputs
 
 
+_Way = Callable[[torch.Tensor], torch.Tensor]
+
+
 def _own(width: int) -> slice:
     return chunks(width, dist.get_world_size())[dist.get_rank()]
 
@@ -148,65 +151,41 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class _CopyToRanks(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return _summed(grads[0])
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _summed(x)
+    def forward(ctx: Any, x: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(grads[0]), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, width: int) -> torch.Tensor:
-        return _gathered(x, width)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0][..., _own(grads[0].shape[-1])], None
-
-
-class _Divide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.width = x.shape[-1]
-        return x[..., _own(ctx.width)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return _gathered(grads[0], ctx.width)
+def _exchanged(x: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
+    """Exchange data of ranks by one function forward, and their gradient by its counterpart backward."""
+    return _Exchanged.apply(x, there, back)  # type: ignore[no-any-return]
 
 
 def copy_to_ranks(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, which is equal on all ranks; backward, sum the gradient over the ranks."""
-    return _CopyToRanks.apply(x)  # type: ignore[no-any-return]
+    return _exchanged(x, lambda x: x.view_as(x), _summed)
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of `x` over the ranks; backward, pass the gradient on unchanged."""
-    return _Sum.apply(x)  # type: ignore[no-any-return]
+    return _exchanged(x, _summed, lambda gradient: gradient)
 
 
 def gather_from_ranks(x: torch.Tensor, width: int) -> torch.Tensor:
     """Join the ranks' chunks of the last dimension to `width`; backward, take this rank's chunk of the gradient."""
-    return _Gather.apply(x, width)  # type: ignore[no-any-return]
+    return _exchanged(x, lambda x: _gathered(x, width), lambda gradient: gradient[..., _own(width)])
 
 
 def divide_among_ranks(x: torch.Tensor) -> torch.Tensor:
     """Return this rank's chunk of the last dimension of `x`; backward, join the ranks' chunks of the gradient."""
-    return _Divide.apply(x)  # type: ignore[no-any-return]
+    width = x.shape[-1]
+    return _exchanged(x, lambda x: x[..., _own(width)].clone(), lambda gradient: _gathered(gradient, width))
 
 
 class ColumnLinear(nn.Module):
@@ -499,22 +478,15 @@ def balance_loss(logits: torch.Tensor, top: int, group: Group = None, *, of_all:
     return experts * (fraction * mean).sum() / (1 if of_all else dist.get_world_size(group))
 
 
-class _ExchangedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+def exchange(rows: torch.Tensor, send: list[int], receive: list[int], group: Group = None) -> torch.Tensor:
+    """Send the next `send[r]` rows to rank r of the group, and return `receive[r]` rows of each rank r, in order."""
+
+    def there(rows: torch.Tensor) -> torch.Tensor:
         received = rows.new_empty(sum(receive), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
         return received
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return exchange(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-def exchange(rows: torch.Tensor, send: list[int], receive: list[int], group: Group = None) -> torch.Tensor:
-    """Send the next `send[r]` rows to rank r of the group, and return `receive[r]` rows of each rank r, in order."""
-    return _ExchangedRows.apply(rows, send, receive, group)  # type: ignore[no-any-return]
+    return _exchanged(rows, there, lambda gradient: exchange(gradient, receive, send, group))
 
 
 def by_expert(counts: torch.Tensor) -> torch.Tensor:
@@ -591,9 +563,6 @@ def shard(model: ExpertParallel, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-_Way = Callable[[torch.Tensor, int], torch.Tensor]
-
-
 def _gathered_parts(shard: torch.Tensor, dim: int) -> torch.Tensor:
     shard = shard.movedim(dim, 0).contiguous()
     full_tensor = shard.new_empty(dist.get_world_size() * len(shard), *shard.shape[1:])
@@ -608,27 +577,14 @@ def _scattered(full_tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return shard.movedim(0, dim)
 
 
-class _SequenceExchange(torch.autograd.Function):
-    """Exchange parts of dimension `dim` by one function forward, and by its counterpart backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, exchange: _Way, back: _Way) -> torch.Tensor:
-        ctx.dim, ctx.back = dim, back
-        return exchange(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.back(grads[0], ctx.dim), None, None, None
-
-
 def gather_sequence(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' parts of dimension `dim`; backward, sum the gradient, and take this rank's part."""
-    return _SequenceExchange.apply(x, dim, _gathered_parts, _scattered)  # type: ignore[no-any-return]
+    return _exchanged(x, lambda x: _gathered_parts(x, dim), lambda gradient: _scattered(gradient, dim))
 
 
 def scatter_sequence(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Sum `x` over the ranks, and return this rank's part of dimension `dim`; backward, concatenate the parts."""
-    return _SequenceExchange.apply(x, dim, _scattered, _gathered_parts)  # type: ignore[no-any-return]
+    return _exchanged(x, lambda x: _scattered(x, dim), lambda gradient: _gathered_parts(gradient, dim))
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
