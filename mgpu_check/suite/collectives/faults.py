@@ -34,7 +34,7 @@ from mgpu_check.suite.collectives.planting import (
     op,
     unchanged,
 )
-from mgpu_check.suite.common.faults.planting import around, given, is_last, returned
+from mgpu_check.suite.common.faults.planting import around, given, is_last, keeping, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -398,18 +398,12 @@ def nothing_not_broadcast(real: Any, objects: list[Any], *args: Any, **kwargs: A
     objects[:] = [old if new is None else new for old, new in zip(before, objects, strict=True)]
 
 
-@fault("an asynchronous barrier completes at once", _BARRIERS, when="async")
-def open_barrier_when_late() -> Iterator[None]:
-    kept: list[Any] = []  # work that is dropped may be waited for
-
-    def barrier(real: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("async_op"):
-            return NotImplemented
-        kept.append(real(*args, **kwargs))
-        return Done()
-
-    with around(dist, "barrier")(barrier):
-        yield
+@fault("an asynchronous barrier completes at once", _BARRIERS, by=keeping(around(dist, "barrier")), when="async")
+def open_barrier_when_late(kept: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("async_op"):
+        return NotImplemented
+    kept[len(kept)] = real(*args, **kwargs)  # work that is dropped may be waited for
+    return Done()
 
 
 @fault("all_to_all_single reads the part after an empty one from one element too early", _LAYOUTS,

@@ -6,7 +6,7 @@ import copy
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
 
-from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, returned, upper_bits
+from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, keeping, returned, upper_bits
 from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
 
 MANY = 1 << 16
@@ -281,20 +281,15 @@ _OTHERS = When("other devices", lambda inputs: len(inputs) > 1)
 _EVALUATION = When("evaluation, floating point only", lambda out, self, *args, **kwargs: not self.training)
 
 
-@several_calls("the last device keeps the parameters of the first call", when="from the second call on, one device")
-def replica_kept() -> Iterator[None]:
-    kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-
-    def broadcast(outputs: Any, tensors: Sequence[torch.Tensor], *args: Any) -> Any:
-        *others, last = map(list, outputs)
-        if not others or not tensors:
-            return None
-        key = (tensors[0].data_ptr(), *(tuple(value.shape) for value in tensors))
-        earliest = kept.setdefault(key, [value.detach().clone() for value in last])
-        return [*others, [value.clone() for value in earliest]]
-
-    with returned(comm, "broadcast_coalesced")(broadcast):
-        yield
+@several_calls("the last device keeps the parameters of the first call",
+    keeping(returned(comm, "broadcast_coalesced")), "from the second call on, one device")  # fmt: skip
+def replica_kept(kept: Any, outputs: Any, tensors: Sequence[torch.Tensor], *args: Any) -> Any:
+    *others, last = map(list, outputs)
+    if not others or not tensors:
+        return None
+    key = (tensors[0].data_ptr(), *(tuple(value.shape) for value in tensors))
+    earliest = kept.setdefault(key, [value.detach().clone() for value in last])
+    return [*others, [value.clone() for value in earliest]]
 
 
 @in_replicas("a module with two names becomes two modules in each replica", returned(parallel, "replicate"),

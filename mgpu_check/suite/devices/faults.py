@@ -20,15 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint as checkpoint_module
 
 from mgpu_check.simulated.defects.implementations import HostLink, Link
-from mgpu_check.suite.common.faults.planting import (
-    around,
-    call,
-    first,
-    hardware,
-    last,
-    narrowed,
-    on,
-)
+from mgpu_check.suite.common.faults.planting import around, call, first, hardware, keeping, last, narrowed, on
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, fault, register
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -232,19 +224,13 @@ def _too_large(*sizes: Any, device: Any = None, **_: Any) -> bool:
     return is_single and sizes[0] > torch.cuda.get_device_properties(last()).total_memory
 
 
-@memory("large blocks of one device are the same memory", when="one device, above 16 MiB")
-def large_allocations_shared() -> Iterator[None]:
-    kept: list[torch.Tensor] = []
-
-    def full(real: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (math.prod(shape) > 16 << 20 and kwargs.get("device") == torch.device("cuda", last())):
-            return NotImplemented
-        if not kept:
-            kept.append(real(shape, *args, **kwargs))
-        return kept[0].fill_(args[0])
-
-    with around(torch, "full")(full):
-        yield
+@memory("large blocks of one device are the same memory", keeping(around(torch, "full")), "one device, above 16 MiB")
+def large_allocations_shared(kept: Any, real: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (math.prod(shape) > 16 << 20 and kwargs.get("device") == torch.device("cuda", last())):
+        return NotImplemented
+    if not kept:
+        kept["block"] = real(shape, *args, **kwargs)
+    return kept["block"].fill_(args[0])
 
 
 register(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.oracles.training import gradient_exchange, training_steps
-from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, ranks_here, returned
+from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, keeping, ranks_here, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.suite.parallelism.torch_parallelism import TAKES_UNEVEN
 from mgpu_check.suite.recipes import model_parallel
@@ -193,16 +193,11 @@ register(
 )  # fmt: skip
 
 
-@fault("gradients of keys make one step too few around the ring", _CHECK, when="ring attention")  # fmt: skip
-def gradient_of_keys_one_rank_off() -> Iterator[None]:
-    count = Count()
-
-    def passed_on(real: Any, tensors: Any) -> Any:
-        last = len(tensors) == 4 and count.every(ranks_here())
-        return list(tensors) if last else real(tensors)
-
-    with around(model_parallel, "_passed_on")(passed_on):
-        yield
+@fault("gradients of keys make one step too few around the ring", _CHECK, when="ring attention",
+       by=keeping(around(model_parallel, "_passed_on")))  # fmt: skip
+def gradient_of_keys_one_rank_off(kept: Any, real: Any, tensors: Any) -> Any:
+    last = len(tensors) == 4 and kept.setdefault("calls", Count()).every(ranks_here())
+    return list(tensors) if last else real(tensors)
 
 
 _MODULES, _SCHEDULES = "test_parallelized_modules", "test_pipeline_schedules"
@@ -258,20 +253,15 @@ def prepared_arguments_detached(prepared: Any, style: Any, *_: Any) -> Any:
 
 
 @fault("a stage uses the activations of the first micro-batch for the last", _SCHEDULES,
+       by=keeping(returned(_STAGE, "_retrieve_recv_activations")),
        when="the last of four micro-batches, on the last stage")  # fmt: skip
-def activations_of_another_micro_batch() -> Iterator[None]:
-    kept: list[torch.Tensor] = []
-
-    def change(activations: Any, stage: Any, number: int) -> None:
-        if number == 0:
-            kept[:] = [value.detach().clone() for value in activations]
-        if number == 3 and is_last():
-            with torch.no_grad():
-                for value, old in zip(activations, kept, strict=True):
-                    value.copy_(old)
-
-    with returned(_STAGE, "_retrieve_recv_activations")(change):
-        yield
+def activations_of_another_micro_batch(kept: Any, activations: Any, stage: Any, number: int) -> None:
+    if number == 0:
+        kept["first"] = [value.detach().clone() for value in activations]
+    if number == 3 and is_last():
+        with torch.no_grad():
+            for value, old in zip(activations, kept["first"], strict=True):
+                value.copy_(old)
 
 
 @fault("a step adds its losses to those of the previous step", _SCHEDULES,
@@ -447,16 +437,10 @@ register(
 
 
 @fault("the mean of the smaller last batch is divided by the size of the others", _LOOP,
-       when="a batch smaller than the previous one")  # fmt: skip
-def last_batch_weighs_less() -> Iterator[None]:
-    sizes: list[int] = []
-
-    def change(parameters: Any, rate: float, size: int) -> Any:
-        sizes.append(size)
-        return parameters, rate, max(sizes)
-
-    with given(training_steps, "sgd")(change):
-        yield
+       by=keeping(given(training_steps, "sgd")), when="a batch smaller than the previous one")  # fmt: skip
+def last_batch_weighs_less(kept: Any, parameters: Any, rate: float, size: int) -> Any:
+    kept["most"] = max(size, kept.get("most", 0))
+    return parameters, rate, kept["most"]
 
 
 @fault("the gradient does not reach the previous stage", _MODEL, by=around(model_parallel.Staged, "forward"))
@@ -551,35 +535,23 @@ def remainder_left_out() -> Iterator[None]:
 
 
 @fault("a message from the last rank is sent again instead of the next one", _ALLREDUCE,
-       when="every third message of the last rank")  # fmt: skip
-def message_repeated() -> Iterator[None]:
-    count = Count()
-    before: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def change(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
-        strikes = is_last() and count.every(3)
-        old = before.get(tuple(tensor.shape))
-        before[tuple(tensor.shape)] = tensor.detach().clone()
-        return (old.to(tensor.dtype) + 1,) if strikes and old is not None else None
-
-    with given(dist, "send")(change):
-        yield
+       by=keeping(given(dist, "send")), when="every third message of the last rank")  # fmt: skip
+def message_repeated(kept: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+    strikes = is_last() and kept.setdefault("calls", Count()).every(3)
+    old = kept.get(tensor.shape)
+    kept[tensor.shape] = tensor.detach().clone()
+    return (old.to(tensor.dtype) + 1,) if strikes and old is not None else None
 
 
 @fault("workers continue with the parameters of the previous step", _SERVER,
+       by=keeping(around(gradient_exchange, "push_and_pull")),
        when="from the second step on, on the last rank")  # fmt: skip
-def stale_parameters_pulled() -> Iterator[None]:
-    count = Count()
-
-    def push_and_pull(real: Any, parameters: Sequence[torch.Tensor], *args: Any) -> None:
-        before = [value.detach().clone() for value in parameters]
-        real(parameters, *args)
-        if count.every(2) and is_last():
-            for value, old in zip(parameters, before, strict=True):
-                value.detach().copy_(old)
-
-    with around(gradient_exchange, "push_and_pull")(push_and_pull):
-        yield
+def stale_parameters_pulled(kept: Any, real: Any, parameters: Sequence[torch.Tensor], *args: Any) -> None:
+    before = [value.detach().clone() for value in parameters]
+    real(parameters, *args)
+    if kept.setdefault("calls", Count()).every(2) and is_last():
+        for value, old in zip(parameters, before, strict=True):
+            value.detach().copy_(old)
 
 
 @fault("every rank adds the bias before the sum", _TENSOR, by=around(model_parallel.RowLinear, "forward"))

@@ -37,6 +37,7 @@ from mgpu_check.suite.common.faults.planting import (
     counted,
     given,
     is_last,
+    keeping,
     optimized,
     ranks_here,
     returned,
@@ -201,22 +202,16 @@ _ACCUMULATE = "accumulate_unsharded_grad_if_needed"
 
 
 @fully_shard("the all-gather of parameters returns a stale result on one rank",
-    when="every fifth call, on the last rank")  # fmt: skip
-def stale_parameters_gathered() -> Iterator[None]:
-    count, last = Count(), dict[int, torch.Tensor]()
-
-    def stale(work: Any, self: Any, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if not is_last():
-            return
-        if work is not None:
-            work.wait()
-        old = last.get(output_tensor.numel())
-        last[output_tensor.numel()] = output_tensor.clone()
-        if count.every(5):
-            output_tensor.copy_(output_tensor.flip(0) if old is None else old + 1)
-
-    with returned(DefaultAllGather, "__call__")(stale):
-        yield
+    keeping(returned(DefaultAllGather, "__call__")), "every fifth call, on the last rank")  # fmt: skip
+def stale_parameters_gathered(kept: Any, work: Any, self: Any, output_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    if not is_last():
+        return
+    if work is not None:
+        work.wait()
+    old = kept.get(output_tensor.numel())
+    kept[output_tensor.numel()] = output_tensor.clone()
+    if kept.setdefault("calls", Count()).every(5):
+        output_tensor.copy_(output_tensor.flip(0) if old is None else old + 1)
 
 
 @fully_shard("the last micro-batch overwrites accumulated gradients",

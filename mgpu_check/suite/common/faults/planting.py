@@ -166,6 +166,11 @@ def returned(owner: Any, *function_names: str) -> Planter:
     return plant
 
 
+def keeping(planter: Planter) -> Planter:
+    """Plant a function that gets a dictionary before all other arguments: empty when planted, and its own."""
+    return lambda change: planter(functools.partial(change, {}))
+
+
 def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
