@@ -47,63 +47,6 @@ def assert_split_aligned(
     collectives.assert_shards_cover({"inputs": inputs, "labels": labels}, shards, devices)
 
 
-def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.device]) -> None:
-    """Assert that a batch, (n, …), that is split by hand is on `devices` in parts, and equals the batch when collected.
-    The `way` is "slices", "chunks" or "every n-th row"; see `mgpu_check.suite.recipes.tutorials`."""
-    if way == "every n-th row":
-        shards = tutorials.deal(batch, devices)
-        order = [row for index in range(len(devices)) for row in range(index, len(batch), len(devices))]
-        collectives.assert_shards_cover(plain(batch)[order], shards, devices)
-        collectives.assert_gathered(batch, tutorials.collect_dealt(shards, devices[0]), devices[0])
-        return
-    shards = (tutorials.split_and_load if way == "slices" else tutorials.chunk_and_load)(batch, devices)
-    collectives.assert_shards_cover(batch, shards, devices)
-    collectives.assert_gathered(batch, tutorials.collect(shards, devices[0]), devices[0])
-
-
-def assert_scatter_differentiable(
-    batch: torch.Tensor,
-    weights: torch.Tensor,
-    devices: Sequence[torch.device],
-    dim: int,
-    used_shards: Collection[int] | None = None,
-) -> None:
-    """Assert that the gradient of sum(batch · weights), computed from shards, is `weights`, on the device of `batch`.
-
-    Both are floats of equal shape, `batch` on any device, `weights` on the CPU. The gradient is a copy of the weights,
-    so it is compared bit for bit. The loss uses `used_shards`, modulo their number (None: all); others get zero
-    gradients.
-    """
-    leaf = batch.detach().clone().requires_grad_()
-    shards = nn.parallel.scatter(leaf, devices, dim)
-    shard_weights = weights.split([shard.shape[dim] for shard in shards], dim)
-    chosen = {i % len(shards) for i in (range(len(shards)) if used_shards is None else used_shards)}
-    terms = [(shards[i] * shard_weights[i].to(shards[i].device)).sum().to(devices[0]) for i in sorted(chosen)]
-    expected = torch.cat(
-        [weight if i in chosen else torch.zeros_like(weight) for i, weight in enumerate(shard_weights)], dim
-    )
-    with _torchs_own_warnings():
-        torch.stack(terms).sum().backward()
-    _require("scatter", leaf, expected, 0)
-
-
-def assert_gather_differentiable(
-    weights: torch.Tensor, devices: Sequence[torch.device], target: torch.device | str, dim: int
-) -> None:
-    """Assert that each shard gets its part of the gradient of the gathered tensor, on its own device.
-    Shards of the shape of `weights`, floats on the CPU, are gathered on `target`, multiplied by them, and summed."""
-    shard_weights = weights.split(collectives.chunk_sizes(weights.shape[dim], len(devices)), dim)
-    shards = [
-        torch.ones_like(weight, device=device).requires_grad_()
-        for weight, device in zip(shard_weights, devices, strict=False)
-    ]
-    gathered = nn.parallel.gather(shards, target, dim)  # type: ignore[arg-type]  # it takes and needs the string "cpu"
-    with _torchs_own_warnings():
-        (gathered * weights.to(gathered.device)).sum().backward()
-    for index, (shard, weight) in enumerate(zip(shards, shard_weights, strict=True)):
-        _require(f"gather: shard {index}", shard, weight, index)
-
-
 def assert_scalars_stacked(
     values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
 ) -> None:
@@ -144,9 +87,6 @@ def _require(label: str, leaf: torch.Tensor, expected: torch.Tensor, index: int)
     else:
         return
     raise ShardError(f"{label}, on {leaf.device}: {text}", ranks=(index,))
-
-
-WAYS = ("slices", "chunks", "every n-th row")
 
 
 def _assert_restored(
@@ -206,24 +146,56 @@ def assert_labels_aligned(gpus: Sequence[torch.device], inputs: Split, seed: int
 
 
 def assert_dealt_by_hand(gpus: Sequence[torch.device], split: Split) -> None:
-    """Assert what `assert_split_by_hand` asserts, for each way to split by hand."""
+    """Assert that a batch that is split by hand is on the devices in parts, and equals the batch when collected.
+    The parts are slices, chunks, or every n-th row; see `mgpu_check.suite.recipes.tutorials`."""
     batch, devices = split.build(), split.on(gpus)
-    for way in WAYS:
-        assert_split_by_hand(way, batch, devices)
+    order = [row for index in range(len(devices)) for row in range(index, len(batch), len(devices))]
+    for divide, collect, expected in (
+        (tutorials.split_and_load, tutorials.collect, batch),
+        (tutorials.chunk_and_load, tutorials.collect, batch),
+        (tutorials.deal, tutorials.collect_dealt, plain(batch)[order]),
+    ):
+        shards = divide(batch, devices)
+        collectives.assert_shards_cover(expected, shards, devices)
+        collectives.assert_gathered(batch, collect(shards, devices[0]), devices[0])
 
 
 def assert_gradient_scattered(
     gpus: Sequence[torch.device], split: Split, seed: int, used_shards: Collection[int] | None
 ) -> None:
-    """Assert that the gradient of the shards returns to the batch, whose weights come from `seed`.
-    See `assert_scatter_differentiable`."""
-    weights = split.tensor.like("contiguous", seed=seed).build()
-    assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used_shards)
+    """Assert that the gradient of sum(batch · weights), computed from shards, is the weights, on the device of `batch`.
+
+    The weights come from `seed`. The gradient is a copy of them, so it is compared bit for bit. The loss uses
+    `used_shards`, modulo their number (None: all); others get zero gradients.
+    """
+    weights, devices, dim = split.tensor.like("contiguous", seed=seed).build(), split.on(gpus), split.dim
+    leaf = split.build().detach().clone().requires_grad_()
+    shards = nn.parallel.scatter(leaf, devices, dim)
+    shard_weights = weights.split([shard.shape[dim] for shard in shards], dim)
+    chosen = {i % len(shards) for i in (range(len(shards)) if used_shards is None else used_shards)}
+    terms = [(shards[i] * shard_weights[i].to(shards[i].device)).sum().to(devices[0]) for i in sorted(chosen)]
+    expected = torch.cat(
+        [weight if i in chosen else torch.zeros_like(weight) for i, weight in enumerate(shard_weights)], dim
+    )
+    with _torchs_own_warnings():
+        torch.stack(terms).sum().backward()
+    _require("scatter", leaf, expected, 0)
 
 
 def assert_gradient_gathered(gpus: Sequence[torch.device], split: Split) -> None:
-    """Assert that the gradient of the gathered batch returns to the shards; see `assert_gather_differentiable`."""
-    assert_gather_differentiable(split.tensor.build(), split.on(gpus), split.target, split.dim)
+    """Assert that each shard gets its part of the gradient of the gathered tensor, on its own device.
+    Shards of ones are gathered on the target, multiplied by the batch as weights, and summed."""
+    weights, devices, dim = split.tensor.build(), split.on(gpus), split.dim
+    shard_weights = weights.split(collectives.chunk_sizes(weights.shape[dim], len(devices)), dim)
+    shards = [
+        torch.ones_like(weight, device=device).requires_grad_()
+        for weight, device in zip(shard_weights, devices, strict=False)
+    ]
+    gathered = nn.parallel.gather(shards, split.target, dim)  # type: ignore[arg-type]  # it needs the string "cpu"
+    with _torchs_own_warnings():
+        (gathered * weights.to(gathered.device)).sum().backward()
+    for index, (shard, weight) in enumerate(zip(shards, shard_weights, strict=True)):
+        _require(f"gather: shard {index}", shard, weight, index)
 
 
 _SIZES = ((1 << 16) - 16, 1 << 16, (1 << 16) + 16, (1 << 20) - 16, 1 << 20, (1 << 20) + 16, (1 << 22) + 16)
