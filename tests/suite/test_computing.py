@@ -280,7 +280,7 @@ def test_what_a_device_lacks_is_skipped(monkeypatch):
     def lacks(dtype, device):
         raise CaseUnsupported("bfloat16 needs compute capability 8.0; this device has 7.0")
 
-    monkeypatch.setattr(products, "require", lacks)
+    monkeypatch.setattr(arithmetic, "require", lacks)
     entry: Any
     (entry,) = arithmetic.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
     assert (entry.outcome, entry.seen) == ("skipped", "bfloat16 needs compute capability 8.0; this device has 7.0")

@@ -85,6 +85,20 @@ def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
     return start, [word & mask for word in flat[start : start + min(_ELEMENTS, length_of_piece(flat))].tolist()]
 
 
+def require(dtype: str, device: torch.device) -> None:
+    """Raise `CaseUnsupported` if the device has no units for a dtype."""
+    if device.type != "cuda":
+        return
+    least = {"tf32": (8, 0), "bfloat16": (8, 0), "int8": (7, 5), "float8_e4m3fn": (8, 9), "float8_e5m2": (8, 9)}
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None:
+        if dtype in ("tf32", "float8_e4m3fn", "float8_e5m2"):
+            raise CaseUnsupported(f"{dtype} is not checked with ROCm")
+    elif capability < least.get(dtype, (0, 0)):
+        needed, own = (".".join(map(str, numbers)) for numbers in (least[dtype], capability))
+        raise CaseUnsupported(f"{dtype} needs compute capability {needed}; this device has {own}")
+
+
 @dataclass
 class _Results:
     summary: str = ""
@@ -99,6 +113,8 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     """Run one case on a device; see `examine_arithmetic`."""
     with switches.repeatable_precision(tf32=case.dtype == "tf32"):
         try:
+            if COMPUTATIONS[case.operation].needs_units:
+                require(case.dtype, device)
             prepared = OPERATIONS[case.operation](case, device)
         except CaseUnsupported as error:
             return [Observation("compute", subject, "skipped", str(error), str(case))]

@@ -133,6 +133,7 @@ class Computation:
     family: str
     dtypes: tuple[str, ...]  # "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled
     prepare: str  # the module in this folder and its function that makes the operands and the judge, "module:function"
+    needs_units: bool = True  # a device without units for the dtype leaves the operation out
 
 
 def _exact() -> dict[str, Computation]:
@@ -164,7 +165,7 @@ COMPUTATIONS: Mapping[str, Computation] = {
     "mean": Computation("reductions", FLOATS, "elements:means"),
     "least and greatest": Computation("reductions", NUMBERS, "elements:extremes"),
     "cumulative sum": Computation("reductions", NUMBERS, "elements:cumulative_sums"),
-    "count": Computation("reductions", INTEGERS, "elements:counts"),
+    "count": Computation("reductions", INTEGERS, "elements:counts", needs_units=False),
     "logsumexp of random numbers": Computation("reductions", FLOATS, "elements:logsumexp"),
     "sort": Computation("ordering", NUMBERS, "elements:sort"),
     "topk": Computation("ordering", NUMBERS, "elements:topk"),

@@ -19,7 +19,6 @@ import torch
 from mgpu_check.numerics.reduction import significand_bits
 from mgpu_check.oracles.devices.cases import BINARY, FUNCTIONS, UNARY, ComputeCase, Function
 from mgpu_check.oracles.devices.operations import DTYPES, Judge, Prepared, evidence_of, exactly, seeded
-from mgpu_check.oracles.devices.products import require
 from mgpu_check.oracles.generated_data import counted, fractions, integers
 
 _HOST = torch.device("cpu")
@@ -62,7 +61,6 @@ def _same(expected: torch.Tensor) -> Judge:
 
 def exact(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the operators of the table that have the name of the operation."""
-    require(case.dtype, device)
     rows = [(row, count) for table, count in ((BINARY, 2), (UNARY, 1)) for row in table]
     rows = [(row, count) for row, count in rows if row.operation == case.operation]
     calls = [(row.call, count) for row, count in rows]
@@ -117,7 +115,6 @@ def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
 
 def bounded(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the function of the table that has the name of the operation."""
-    require(case.dtype, device)
     row = FUNCTIONS[case.operation]
     on_device, on_host = _fractions(case, device, *row.arguments)
     # The bounds are NVIDIA's, so GPUs of other makers are only compared with each other.
@@ -144,7 +141,6 @@ def rows_with_known_sums(case: ComputeCase, device: torch.device) -> tuple[torch
 
 def sums(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare sums of rows, and of the columns of the transposed matrix; sums of uint8 are modulo 256."""
-    require(case.dtype, device)
     matrix, sums = rows_with_known_sums(case, device)
     dtype = DTYPES[case.dtype]
     rows, sums = (x.to(torch.int64).to(dtype) if dtype == torch.uint8 else x.to(dtype) for x in (matrix, sums))
@@ -156,7 +152,6 @@ def sums(case: ComputeCase, device: torch.device) -> Prepared:
 
 def means(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare means of rows whose length is a power of two."""
-    require(case.dtype, device)
     matrix, _ = rows_with_known_sums(case, device)
     columns = 1 << (case.size.bit_length() - 1)
     wanted = matrix[:, :columns]
@@ -169,7 +164,6 @@ def means(case: ComputeCase, device: torch.device) -> Prepared:
 
 def extremes(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare minima and maxima of rows with their indices; both were put at drawn places."""
-    require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     low = 10 if dtype == torch.uint8 else -100
     matrix = integers((case.size, case.size), low, 100, seed=seeded(case, 0), device=device, dtype=torch.int64)
@@ -190,7 +184,6 @@ def extremes(case: ComputeCase, device: torch.device) -> Prepared:
 
 def cumulative_sums(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the cumulative sum of the differences of numbers, which gives the numbers back."""
-    require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     low, high = (0, 200) if dtype == torch.uint8 else (-60, 60)
     numbers = integers((case.size, case.size), low, high, seed=seeded(case, 0), device=device)
@@ -211,7 +204,6 @@ def counts(case: ComputeCase, device: torch.device) -> Prepared:
 
 
 def logsumexp(case: ComputeCase, device: torch.device) -> Prepared:
-    require(case.dtype, device)
     shape = case.size, case.size
     x = fractions(shape, seed=seeded(case, 0), device=device, dtype=DTYPES[case.dtype], high=9.0)
     return Prepared(lambda: torch.logsumexp(x, dim=1))
@@ -240,7 +232,6 @@ def _permutation(case: ComputeCase, device: torch.device) -> torch.Tensor:
 
 def _mixed_up(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (ascending numbers, permutation, permuted numbers)."""
-    require(case.dtype, device)
     ascending = _numbers(case, torch.arange(case.size**2, device=device))
     permutation = _permutation(case, device)
     return ascending, permutation, ascending[permutation]
@@ -282,7 +273,6 @@ def scatter(case: ComputeCase, device: torch.device) -> Prepared:
 
 def index(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare an index by drawn rows, an assignment by index, and masks."""
-    require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     row_values = (torch.arange(case.size, device=device) % 100).to(dtype)
     matrix = row_values[:, None].expand(case.size, case.size).contiguous()
@@ -302,7 +292,6 @@ def index(case: ComputeCase, device: torch.device) -> Prepared:
 
 def transpose(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare copies of a transposed and of a rolled matrix, for strided reads and writes."""
-    require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     words = counted((case.size, case.size), seeded(case, 0), device)
     positions = torch.arange(case.size, device=device)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mgpu_check.oracles.devices.cases import ComputeCase
-from mgpu_check.oracles.devices.operations import DTYPES, CaseUnsupported, Prepared, evidence_of, exactly, seeded
+from mgpu_check.oracles.devices.operations import DTYPES, Prepared, evidence_of, exactly, seeded
 from mgpu_check.oracles.generated_data import fractions, integers, several
 
 _CHOICES, _FEWEST = 1024, 128
@@ -138,9 +138,8 @@ def factors(
 
 
 def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a call that multiplies two matrices in a dtype, or raise. int8 gives int32, float8 gives bfloat16."""
+    """Return a call that multiplies two matrices in a dtype. int8 gives int32, float8 gives bfloat16."""
     torch_dtype = DTYPES[dtype]
-    require(dtype, a.device)
     if torch_dtype in _FLOAT8:
         second_dtype = torch.float8_e4m3fn  # cuBLASLt cannot multiply two e5m2 matrices: pytorch/pytorch#132005
         operand_a, operand_b = a.to(torch_dtype), b.t().contiguous().to(second_dtype).t()
@@ -152,20 +151,6 @@ def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], tor
         return lambda: torch._int_mm(operand_a, operand_b)
     operand_a, operand_b = a.to(torch_dtype), b.to(torch_dtype)
     return lambda: torch.matmul(operand_a, operand_b)
-
-
-def require(dtype: str, device: torch.device) -> None:
-    """Raise `CaseUnsupported` if the device has no units for a dtype."""
-    if device.type != "cuda":
-        return
-    least = {"tf32": (8, 0), "bfloat16": (8, 0), "int8": (7, 5), "float8_e4m3fn": (8, 9), "float8_e5m2": (8, 9)}
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None:
-        if dtype in ("tf32", "float8_e4m3fn", "float8_e5m2"):
-            raise CaseUnsupported(f"{dtype} is not checked with ROCm")
-    elif capability < least.get(dtype, (0, 0)):
-        needed, own = (".".join(map(str, numbers)) for numbers in (least[dtype], capability))
-        raise CaseUnsupported(f"{dtype} needs compute capability {needed}; this device has {own}")
 
 
 def result_dtype(dtype: str) -> torch.dtype:
@@ -333,7 +318,6 @@ def _call(shape: ProductShape, dtype: str, a: torch.Tensor, b: torch.Tensor) -> 
 
 def shapes_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the products of `shapes_of`; the result has all of them, one after the other."""
-    require(case.dtype, device)
     shapes = shapes_of(case)
     calls, expected, work = [], [], 0.0
     for shape in shapes:
@@ -382,7 +366,6 @@ def convolution_known_by_algebra(case: ComputeCase, device: torch.device) -> Pre
     Channels are [x, y, -x] and filters [z, w, z]. Each filter w has one tap per input channel, so the result is a sum
     of two shifted images. With a stride of 2 cuDNN cannot use Winograd's or Fourier's algorithms, which round.
     """
-    require(case.dtype, device)
     count, channels, side = _image(case)
     largest = LARGEST[case.dtype]
     dtype = DTYPES[case.dtype]
@@ -407,7 +390,6 @@ def convolution_known_by_algebra(case: ComputeCase, device: torch.device) -> Pre
 
 
 def convolution_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
-    require(case.dtype, device)
     count, channels, side = _image(case)
     image, filters = _random(case, device, (count, channels, side, side), (channels, channels, 3, 3))
     return Prepared(lambda: F.conv2d(image, filters, padding=1), None, 2.0 * image.numel() * channels * _TAPS)
@@ -431,7 +413,6 @@ def attention_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepa
     number is a power of two and the values are whole numbers, so the mean is exact in every order, and also block by
     block.
     """
-    require(case.dtype, device)
     heads, tokens, width = _sequence(case)
     dtype = DTYPES[case.dtype]
     codes = _hadamard(width, device)
@@ -472,20 +453,17 @@ def _hadamard(size: int, device: torch.device) -> torch.Tensor:
 
 
 def attention_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
-    require(case.dtype, device)
     heads, tokens, width = _sequence(case)
     q, k, v = _random(case, device, *[(1, heads, tokens, width)] * 3, high=2.0)
     return Prepared(lambda: F.scaled_dot_product_attention(q, k, v), None, 4.0 * heads * tokens**2 * width)
 
 
 def layer_norm(case: ComputeCase, device: torch.device) -> Prepared:
-    require(case.dtype, device)
     (x,) = _random(case, device, (case.size, case.size), high=3.0)
     weight = fractions((case.size,), seed=seeded(case, 1), device=device, dtype=DTYPES[case.dtype])
     return Prepared(lambda: F.layer_norm(x, (case.size,), weight, weight))
 
 
 def softmax(case: ComputeCase, device: torch.device) -> Prepared:
-    require(case.dtype, device)
     (x,) = _random(case, device, (case.size, case.size), high=9.0)
     return Prepared(lambda: torch.softmax(x, dim=1))
