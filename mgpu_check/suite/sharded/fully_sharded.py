@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +61,6 @@ def cast_by_hand(
     optimizer.register_step_pre_hook(judge)
 
 
-def by_columns(shard_count: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a placement function: by columns if they divide evenly, as torch requires, else None for rows."""
-    return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % shard_count == 0 else None
-
-
 def fetch_ahead(model: nn.Sequential) -> None:
     """Make each sharded layer prefetch the parameters of the next one, and in the backward pass of the previous one."""
     layers = [layer for layer in model if isinstance(layer, FSDPModule)]
@@ -110,14 +106,6 @@ def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, device: torch.device, unsh
         if local.device != device:
             return f"the part of {name} is on {local.device}"
     return None
-
-
-_WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("resharding on", "set_requires_gradient_sync", {"reshard_after_forward": True}),
-    ("resharding off, from DTensors", "set_requires_all_reduce", {"reshard_after_forward": False, "dtensors": True}),
-    ("offloaded", "set_requires_all_reduce", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-)
-"""Configurations: name, method that switches a reduction off until the last micro-batch, options of `fully_shard`."""
 
 
 def sharded(
@@ -210,26 +198,12 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     wanted = own_results(training, one_device(training, scale=scale_of(rank.size)), rank)
     mesh = mesh_of(rank, dimensions)
     with Findings() as findings:
-        for how, until_last, options in _WAYS:
+        for how, chosen in _WAYS.items():
+            row = {**{name: values[0] for name, values in _OPTIONS.items()}, "dimensions": dimensions, **chosen}
             subject = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
-            freed = options.get("reshard_after_forward")
-            placed: dict[str, Any] = {"shard_placement_fn": by_columns(mesh.size(-1))} if freed is False else {}
-            if freed and mesh.size(-1) > 2 and mesh.size(-1) % 2 == 0:
-                placed = {"reshard_after_forward": 2}
-            model = sharded(training, rank, mesh, together=freed is False, **(options | placed))
-            if freed:
-                fetch_ahead(model)
-            optimizer = sgd(training, model)
-            device = torch.device("cpu") if "offload_policy" in options else rank.device
-            got: dict[str, torch.Tensor] = {}
-            if not chunks_are_right(model, mesh, rank, device, subject, findings):
+            got = _trained(training, rank, mesh, row, subject, findings, later={"windows": 1})
+            if got is None:
                 return
-            for step, batch in enumerate(training.batches(), 1):
-                windows = 2 if step == 1 else 1
-                outputs = _stepped(optimizer, model, own_part(batch, rank), windows, getattr(model, until_last))
-                if not chunks_are_right(model, mesh, rank, device, subject, findings):
-                    return
-                got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
             with findings.collected():
                 assert_same(got, wanted, subject, rank.index)
             if findings.enough(rank):
@@ -478,6 +452,13 @@ last of the `windows`, which are micro-batches. `ignored` excludes a parameter, 
 `kept_between` keeps the parameters after the backward pass of other micro-batches than the last. Without a `root`,
 each layer is a root of its own, and shares its streams with the others.
 """
+_WAYS: Mapping[str, dict[str, Any]] = {
+    "resharding on": {"reshard_after_forward": 2, "ahead": "in order"},
+    "resharding off, from DTensors": {"reshard_after_forward": False, "dtensors": True}
+    | {"columns": True, "together": True, "until_last": "set_requires_all_reduce"},
+    "offloaded": {"offloaded": "yes", "until_last": "set_requires_all_reduce"},
+}
+"""Options that are always tried, by name."""
 _NEEDS = {
     "buffers": "set_reduce_scatter_max_input_buffers",
     "unused": "set_reduce_scatter_unused_params",
@@ -510,7 +491,8 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8):
             subject = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
-            got = _trained(training, rank, row, subject, findings)
+            mesh = mesh_of(rank, row["dimensions"])
+            got = _trained(training, rank, mesh, row, subject, findings)
             if got is None:
                 return  # others could wait for the parts that this rank lacks
             with findings.collected():
@@ -520,9 +502,16 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
 
 
 def _trained(
-    training: ExactTraining, rank: Rank, row: Mapping[str, Any], subject: str, findings: Findings
+    training: ExactTraining,
+    rank: Rank,
+    mesh: DeviceMesh,
+    row: Mapping[str, Any],
+    subject: str,
+    findings: Findings,
+    later: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor] | None:
-    mesh = mesh_of(rank, row["dimensions"])
+    """Return the results of a training with a row of options, which `later` changes from the second step on. Return
+    None if a rank lacks a part that others could wait for. A collective."""
     unsharded = ("0.bias",) if row["ignored"] else ()
     model = _sharded(training, rank, mesh, row, unsharded)
     layers = _sharded_modules(model)
@@ -536,7 +525,7 @@ def _trained(
     if not chunks_are_right(model, mesh, rank, device, subject, findings, unsharded):
         return None
     for step, batch in enumerate(training.batches(), 1):
-        outputs = _step(model, layers, optimizer, own_part(batch, rank), rank, row)
+        outputs = _step(model, layers, optimizer, own_part(batch, rank), rank, {**row, **(later if step > 1 else {})})
         if row["more"] == "event":
             event = torch.cuda.Event()
             event.record()
@@ -555,6 +544,7 @@ def _sharded(
     training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping[str, Any], unsharded: Collection[str]
 ) -> nn.Sequential:
     options: dict[str, Any] = {
+        "dtensors": row.get("dtensors", False),
         "offload_policy": _OFFLOADED[row["offloaded"]](),
         "mp_policy": MixedPrecisionPolicy(**_DTYPES[row["dtypes"]]),
     }
@@ -563,7 +553,10 @@ def _sharded(
         even = mesh.size(-1) > 2 and mesh.size(-1) % 2 == 0
         options["reshard_after_forward"] = after if isinstance(after, bool) or even else True
     if row["columns"]:
-        options["shard_placement_fn"] = by_columns(mesh.size(-1))
+        # By columns if they divide evenly, as torch requires, else None for rows.
+        options["shard_placement_fn"] = lambda value: (
+            Shard(1) if value.dim() > 1 and value.shape[1] % mesh.size(-1) == 0 else None
+        )
     model = sharded(training, rank, mesh, together=row["together"], root=row["root"], ignored=unsharded, **options)
     roots = [layer for layer in model if isinstance(layer, FSDPModule)]
     if not row["root"] and (share := getattr(torch.distributed.fsdp, "share_comm_ctx", None)):
