@@ -85,18 +85,14 @@ def test_exceptions(gpus: Gpus, order: tuple[int, ...], position: int, kind: typ
 @given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
 def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """`data_parallel` with each of its arguments, and its building blocks, give the module's outputs and gradients."""
-    from mgpu_check.suite.data_parallel.checks import assert_functional_form_agrees
-
-    assert_functional_form_agrees([gpus[index] for index in order], rows, position, seed)
+    NamedFunction(f"{CHECKS}:assert_functional_form_agrees")([gpus[index] for index in order], rows, position, seed)
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas hold parameters and buffers of all dtypes, bit for bit, and share what the module shares."""
-    from mgpu_check.suite.data_parallel.checks import assert_replicas_hold
-
-    assert_replicas_hold([gpus[index] for index in order], seed)
+    NamedFunction(f"{CHECKS}:assert_replicas_hold")([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=2)

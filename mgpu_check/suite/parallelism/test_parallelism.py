@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import MORE, exact_trainings, examples
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.plugin.ranks import Gpus, Ranks
@@ -20,6 +21,7 @@ from mgpu_check.settings import active
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 CHECKS = "mgpu_check.suite.parallelism"
+BY_HAND = f"{CHECKS}.handwritten_parallelism"
 TRAININGS = exact_trainings()
 ORDERS = strategies.device_orders()
 
@@ -41,7 +43,7 @@ def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:
 def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
     for size in sizes:
-        ranks.run(f"{CHECKS}.handwritten_parallelism:assert_allreduce_by_hand_matches", seed, size=size)
+        ranks.run(f"{BY_HAND}:assert_allreduce_by_hand_matches", seed, size=size)
 
 
 @examples(14, quick=2)
@@ -49,36 +51,30 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
 def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Ranks that push gradients to one server or a sharded server, and pull parameters, train like one device."""
     for size in sizes:
-        ranks.run(f"{CHECKS}.handwritten_parallelism:assert_parameter_server_agrees", training, size=size)
+        ranks.run(f"{BY_HAND}:assert_parameter_server_agrees", training, size=size)
 
 
 @examples(14, quick=5)
 @given(training=TRAININGS, order=ORDERS)
 def test_key_value_store(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
     """A parameter store on the devices of one process adds up gradients, steps, and gives all the same parameters."""
-    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_store_agrees
-
-    assert_store_agrees(training, [gpus[index] for index in order])
+    NamedFunction(f"{BY_HAND}:assert_store_agrees")(training, [gpus[index] for index in order])
 
 
 @examples(14, quick=4)
 @given(training=TRAININGS, order=ORDERS)
 def test_replicas_are_apart(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
     """Copies of parameters for each device share no memory, not even on the device of the originals."""
-    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
-
-    assert_replicas_are_apart(training, list(gpus))
-    assert_replicas_are_apart(training, [gpus[index] for index in order])
+    NamedFunction(f"{BY_HAND}:assert_replicas_are_apart")(training, list(gpus))
+    NamedFunction(f"{BY_HAND}:assert_replicas_are_apart")(training, [gpus[index] for index in order])
 
 
 @examples(14, quick=4)
 @given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
 def test_training_loop(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
     """The training loop of tutorials, with a smaller last batch, leaves the parameters of one device on all devices."""
-    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_training_loop_agrees
-
-    assert_training_loop_agrees(training, list(gpus))
-    assert_training_loop_agrees(training, [gpus[index] for index in order])
+    NamedFunction(f"{BY_HAND}:assert_training_loop_agrees")(training, list(gpus))
+    NamedFunction(f"{BY_HAND}:assert_training_loop_agrees")(training, [gpus[index] for index in order])
 
 
 @pytest.mark.gpus(least=2)
@@ -86,11 +82,9 @@ def test_training_loop(gpus: Gpus, training: ExactTraining, order: tuple[int, ..
 @given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
 def test_model_parallelism(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
     """Parts of a model on two and three devices train like on one, and each parameter stays on its device."""
-    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_model_parallel_agrees
-
     for count in range(2, len(order) + 1):
         deep = replace(training, widths=(6, training.widths[1], *(4,) * (count - 2), 5))
-        assert_model_parallel_agrees(deep, [gpus[index] for index in order[:count]])
+        NamedFunction(f"{BY_HAND}:assert_model_parallel_agrees")(deep, [gpus[index] for index in order[:count]])
 
 
 @pytest.mark.gpus(least=2)
@@ -98,13 +92,8 @@ def test_model_parallelism(gpus: Gpus, training: ExactTraining, order: tuple[int
 @given(order=strategies.device_orders(least=2), seed=strategies.seeds())
 def test_steps_over_devices(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Parameters on several devices are clipped by one norm, and stepped or skipped by GradScaler together."""
-    from mgpu_check.suite.parallelism.handwritten_parallelism import (
-        assert_clipped_over_devices,
-        assert_stepped_over_devices,
-    )
-
-    assert_clipped_over_devices([gpus[index] for index in order], seed)
-    assert_stepped_over_devices([gpus[index] for index in order], seed)
+    NamedFunction(f"{BY_HAND}:assert_clipped_over_devices")([gpus[index] for index in order], seed)
+    NamedFunction(f"{BY_HAND}:assert_stepped_over_devices")([gpus[index] for index in order], seed)
 
 
 @examples(12, quick=2)
@@ -112,7 +101,7 @@ def test_steps_over_devices(gpus: Gpus, order: tuple[int, ...], seed: int) -> No
 def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Linear layers divided by columns and rows, evenly or not, train like on one device."""
     for size in sizes:
-        ranks.run(f"{CHECKS}.handwritten_parallelism:assert_tensor_parallel_agrees", training, size=size)
+        ranks.run(f"{BY_HAND}:assert_tensor_parallel_agrees", training, size=size)
 
 
 @examples(8, quick=1)
@@ -135,7 +124,7 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
     """Pipeline stages on two to four ranks, with micro-batches of different sizes, train like one device."""
     for size in sizes:
         ranks.run(
-            f"{CHECKS}.handwritten_parallelism:assert_pipeline_agrees",
+            f"{BY_HAND}:assert_pipeline_agrees",
             _deep(training, size),
             min(micro_batches, training.batch),
             size=size,

@@ -133,7 +133,5 @@ def test_gradient_returns_through_gather(gpus: Gpus, split: Split) -> None:
 @given(values=st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=8), target=strategies.places())
 def test_losses_gather_to_a_vector(gpus: Gpus, values: list[float], target: str) -> None:
     """Scalars gathered from the devices, such as losses, become a vector in the order of the devices."""
-    from mgpu_check.suite.scatter.checks import assert_scalars_stacked
-
     count = min(len(values), len(gpus))
-    assert_scalars_stacked(values[:count], gpus[:count], target)
+    NamedFunction(f"{CHECKS}:assert_scalars_stacked")(values[:count], gpus[:count], target)

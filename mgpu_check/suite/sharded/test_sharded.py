@@ -14,6 +14,7 @@ from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.plugin.ranks import Ranks
 from mgpu_check.settings import active
 
+CHECKS = "mgpu_check.suite.sharded"
 SEEDS = strategies.seeds()
 SIZES = strategies.world_pairs()
 WORLDS = strategies.large_worlds()
@@ -29,7 +30,7 @@ _OF_ALL_ROWS = 5  # times the timeout, because all forty rows of options take a 
 def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
     """Meshes of one to three dimensions, with ranks in any order, have the right coordinates and groups."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.sharded.dtensors:assert_meshes_agree", size=size)
+        ranks.run(f"{CHECKS}.dtensors:assert_meshes_agree", size=size)
 
 
 @examples(8, quick=1)
@@ -37,7 +38,7 @@ def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
 def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """DTensors move between all placements, divided evenly or not, and every rank holds its part, bit for bit."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.sharded.redistribution:assert_redistribution_agrees", seed, dimensions=1, size=size)
+        ranks.run(f"{CHECKS}.redistribution:assert_redistribution_agrees", seed, dimensions=1, size=size)
 
 
 @examples(8, quick=1)
@@ -45,7 +46,7 @@ def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
 def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """DTensors on a two-dimensional mesh move between placements of both dimensions, and every rank holds its part."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.sharded.redistribution:assert_redistribution_agrees", seed, dimensions=2, size=size)
+        ranks.run(f"{CHECKS}.redistribution:assert_redistribution_agrees", seed, dimensions=2, size=size)
 
 
 @examples(6, quick=1)
@@ -53,28 +54,28 @@ def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], 
 def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Gradients pass back through redistribution: of gathers reduced and scattered, of shards gathered."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.sharded.redistribution:assert_gradients_are_redistributed", seed, size=size)
+        ranks.run(f"{CHECKS}.redistribution:assert_gradients_are_redistributed", seed, size=size)
 
 
 @examples(6, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_making_dtensors(ranks: Ranks, size: int, seed: int) -> None:
     """DTensors are made, cast and divided right, and functions of their parts give the results of the whole."""
-    ranks.run("mgpu_check.suite.sharded.dtensors:assert_dtensors_are_made", seed, size=size)
+    ranks.run(f"{CHECKS}.dtensors:assert_dtensors_are_made", seed, size=size)
 
 
 @examples(8, quick=1)
 @given(size=FEW, seed=SEEDS, more=MORE)
 def test_operators_on_dtensors(ranks: Ranks, size: int, seed: int, more: bool) -> None:
     """Operators on DTensors give the results and gradients of the full tensors, for operands divided evenly or not."""
-    ranks.run("mgpu_check.suite.sharded.dtensors:assert_operators_agree", seed, more=more, size=size)
+    ranks.run(f"{CHECKS}.dtensors:assert_operators_agree", seed, more=more, size=size)
 
 
 @examples(4, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_losses_of_dtensors(ranks: Ranks, size: int, seed: int) -> None:
     """Mean losses of DTensors are the mean over all samples, for parts of any size on each rank."""
-    ranks.run("mgpu_check.suite.sharded.dtensors:assert_losses_agree", seed, size=size)
+    ranks.run(f"{CHECKS}.dtensors:assert_losses_agree", seed, size=size)
 
 
 @examples(6, quick=1)
@@ -82,7 +83,7 @@ def test_losses_of_dtensors(ranks: Ranks, size: int, seed: int) -> None:
 def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """SyncBatchNorm over ranks with different numbers of samples equals BatchNorm of all samples on one device."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.sharded.sync_batchnorm:assert_sync_batchnorm_agrees", seed, size=size)
+        ranks.run(f"{CHECKS}.sync_batchnorm:assert_sync_batchnorm_agrees", seed, size=size)
 
 
 @examples(8, quick=1)
@@ -90,9 +91,7 @@ def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
 def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """A model under `fully_shard` trains like on one device, divided evenly or not, with accumulated gradients."""
     for size in sizes:
-        ranks.run(
-            "mgpu_check.suite.sharded.fully_sharded:assert_fully_sharded_agrees", training, dimensions=1, size=size
-        )
+        ranks.run(f"{CHECKS}.fully_sharded:assert_fully_sharded_agrees", training, dimensions=1, size=size)
 
 
 @examples(6, quick=1)
@@ -100,9 +99,7 @@ def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraini
 def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """A model under `fully_shard` on a two-dimensional mesh (shards and replicas) trains like on one device."""
     for size in sizes:
-        ranks.run(
-            "mgpu_check.suite.sharded.fully_sharded:assert_fully_sharded_agrees", training, dimensions=2, size=size
-        )
+        ranks.run(f"{CHECKS}.fully_sharded:assert_fully_sharded_agrees", training, dimensions=2, size=size)
 
 
 @examples(2, quick=1)
@@ -110,9 +107,7 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
 def test_options_of_fully_shard(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """A model under `fully_shard` trains like on one device with each pair of its options."""
     timeout = _OF_ALL_ROWS * active().rank_timeout if more else None
-    ranks.run(
-        "mgpu_check.suite.sharded.fully_sharded:assert_options_agree", training, more=more, size=size, timeout=timeout
-    )
+    ranks.run(f"{CHECKS}.fully_sharded:assert_options_agree", training, more=more, size=size, timeout=timeout)
 
 
 @examples(6, quick=1)
@@ -121,14 +116,14 @@ def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> No
     """A model in `FullyShardedDataParallel` trains like on one device with each strategy, and has the same full state
     dicts."""
     for check in ("assert_flat_parameters_agree", "assert_flat_states_agree"):
-        ranks.run(f"mgpu_check.suite.sharded.flat_parameters:{check}", training, size=size)
+        ranks.run(f"{CHECKS}.flat_parameters:{check}", training, size=size)
 
 
 @examples(2, quick=1)
 @given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_flat_parameters(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """A model in `FullyShardedDataParallel` trains like on one device with each pair of its options."""
-    ranks.run("mgpu_check.suite.sharded.flat_parameters:assert_flat_options_agree", training, more=more, size=size)
+    ranks.run(f"{CHECKS}.flat_parameters:assert_flat_options_agree", training, more=more, size=size)
 
 
 @examples(6, quick=1)
@@ -137,7 +132,7 @@ def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
     """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy; parameters stay float32."""
     # Far below half a unit in the last place of whole numbers in bfloat16, so bfloat16 rounds it away.
     training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
-    ranks.run("mgpu_check.suite.sharded.fully_sharded:assert_mixed_precision_agrees", training, size=size)
+    ranks.run(f"{CHECKS}.fully_sharded:assert_mixed_precision_agrees", training, size=size)
 
 
 @examples(6, quick=1)
@@ -145,14 +140,14 @@ def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
 def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Clipping under `fully_shard`, by norm and by value, matches one device."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.sharded.fully_sharded:assert_clipping_agrees", training, size=size)
+        ranks.run(f"{CHECKS}.fully_sharded:assert_clipping_agrees", training, size=size)
 
 
 @examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """Full state dicts of a sharded model and its optimizer match one device, and can be distributed again."""
-    ranks.run("mgpu_check.suite.sharded.checkpoints:assert_state_dict_agrees", training, size=size)
+    ranks.run(f"{CHECKS}.checkpoints:assert_state_dict_agrees", training, size=size)
 
 
 @examples(6, quick=1)
@@ -160,18 +155,12 @@ def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
 def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Training continues like on one device from a checkpoint that another world size saved."""
     for saving, loading in ((sizes[0], sizes[-1]), (sizes[-1], sizes[0])):
-        directory = ranks.run("mgpu_check.suite.sharded.checkpoints:saved_checkpoint", training, size=saving)[0]
-        ranks.run(
-            "mgpu_check.suite.sharded.checkpoints:assert_checkpoint_continues",
-            training,
-            directory,
-            saving,
-            size=loading,
-        )
+        directory = ranks.run(f"{CHECKS}.checkpoints:saved_checkpoint", training, size=saving)[0]
+        ranks.run(f"{CHECKS}.checkpoints:assert_checkpoint_continues", training, directory, saving, size=loading)
 
 
 @examples(2, quick=1)
 @given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_state_dicts(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """State dicts have the values of one device, and can be set again, with each pair of StateDictOptions."""
-    ranks.run("mgpu_check.suite.sharded.checkpoints:assert_state_options_agree", training, more=more, size=size)
+    ranks.run(f"{CHECKS}.checkpoints:assert_state_options_agree", training, more=more, size=size)
