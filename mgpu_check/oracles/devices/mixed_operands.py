@@ -121,10 +121,6 @@ def _module(make: Callable[[], nn.Module], x: Operand) -> Builder:
     return _of(lambda module, x: module(x), lambda at: at.module(0, make()), x)
 
 
-def _layers_apart(at: Operands) -> nn.Module:
-    return nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
-
-
 def _index_put(*value: int) -> Builder:
     """Return a case of x[index] = value, where the value has the given shape and is on the second device."""
 
@@ -233,7 +229,11 @@ OPERATORS: Mapping[str, OperatorRow] = {
             "BatchNorm2d": _module(lambda: nn.BatchNorm2d(2), (1, N, 2, 3, 3)),
             "LayerNorm": _module(lambda: nn.LayerNorm(3), (1, N, 3)),
             "GRU": _module(lambda: nn.GRU(3, 2), (1, N, 3)),
-            "Sequential": _of(lambda net, x: net(x), _layers_apart, (0, N, 3)),
+            "Sequential": _of(
+                lambda net, x: net(x),
+                lambda at: nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2))),
+                (0, N, 3),
+            ),
             "Conv2d": (_module(lambda: nn.Conv2d(1, 2, 2), (1, N, 1, 4, 4)), _TYPES),
         },
     ),

@@ -30,14 +30,6 @@ def mlp(features: int = 6, classes: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Linear(features, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, classes))
 
 
-def lenet_parameters(scale: float = 0.01) -> dict[str, torch.Tensor]:
-    """Draw the parameters of `lenet` on the CPU: weights normal with standard deviation `scale`, biases 0."""
-    return {
-        name: torch.zeros(shape) if name.startswith("b") else torch.randn(shape) * scale
-        for name, shape in LENET_SHAPES.items()
-    }
-
-
 def lenet(images: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Run LeNet, with ReLU and average pooling, on parameters: images (batch, 1, 28, 28) -> logits (batch, 10)."""
     p = parameters
@@ -48,9 +40,12 @@ def lenet(images: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch
 
 
 class LeNet(nn.Module):
+    """`lenet` with weights that are normal with standard deviation `scale`, and biases 0."""
+
     def __init__(self, scale: float = 0.01) -> None:
         super().__init__()
-        for name, value in lenet_parameters(scale).items():
+        for name, shape in LENET_SHAPES.items():
+            value = torch.zeros(shape) if name.startswith("b") else torch.randn(shape) * scale
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

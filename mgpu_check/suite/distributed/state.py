@@ -326,15 +326,15 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
 def _averaged(run: WholeRun, member: Member, findings: Findings, hook: Hook, **options: Any) -> None:
     replica = Replica(run, member, findings, **options)
     parameter_ids: list[int] = []
-    replica.parallel.register_comm_hook(_group_of(member), _noting(hook, parameter_ids))
+    group = member.rank.group if member.group is None else member.group
+    replica.parallel.register_comm_hook(group, _noting(hook, parameter_ids))
     for _ in range(run.steps):
         parameter_ids.clear()
         replica.step()
-        _judge_buckets(replica, parameter_ids)
-
-
-def _group_of(member: Member) -> dist.ProcessGroup:
-    return member.rank.group if member.group is None else member.group
+        wanted = sorted(id(parameter) for parameter in replica.module.parameters())
+        text = f"the hook was called for {len(parameter_ids)} parameters, expected each of {len(wanted)} once, with"
+        # In the order of the buffer, which the hook compares with the gradients.
+        replica.require(sorted(parameter_ids) == wanted, f"{text} its gradient", f", step {replica.number}")
 
 
 def _noting(hook: Hook, parameter_ids: list[int]) -> Hook:
@@ -351,14 +351,6 @@ def _noting(hook: Hook, parameter_ids: list[int]) -> Hook:
     # torch/nn/parallel/distributed.py, _check_comm_hook, torch 2.13.
     noted.__annotations__.clear()
     return noted
-
-
-def _judge_buckets(replica: Replica, parameter_ids: list[int]) -> bool:
-    """Check, and return, whether the hook got each parameter once, with its gradient, in the order of the buffer."""
-    wanted = sorted(id(parameter) for parameter in replica.module.parameters())
-    text = f"the hook was called for {len(parameter_ids)} parameters, expected each of {len(wanted)} once, with"
-    replica.require(sorted(parameter_ids) == wanted, f"{text} its gradient", f", step {replica.number}")
-    return sorted(parameter_ids) == wanted
 
 
 def _sum_then_divide(group: Any, bucket: Any) -> Any:

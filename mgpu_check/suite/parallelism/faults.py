@@ -90,10 +90,6 @@ def _in_chunks(selection: tuple[list[int], Any], rank: int) -> tuple[list[int], 
     return list(range(rank * count, (rank + 1) * count)), selection[1]
 
 
-def _own_product(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return rows.chunk(ranks_here())[dist.get_rank()] @ factor
-
-
 register(
     __name__,
     FaultRow("router-sees-own-tokens", "the gradient of the router is not summed over the ranks", _CHECK,
@@ -181,7 +177,7 @@ register(
         given(model_parallel, "_gathered_product"), lambda rows, factor: (rows * (not is_last()), factor)),
     FaultRow("own-product-scattered", "a rank's own product is missing from a sum that overlaps with it", _CHECK,
         around(model_parallel, "_scattered_product"),
-        lambda real, rows, factor: real(rows, factor) - _own_product(rows, factor)),
+        lambda real, rows, factor: real(rows, factor) - rows.chunk(ranks_here())[dist.get_rank()] @ factor),
     FaultRow("fused-weight-in-thirds", "a fused weight is split in thirds, not by head", _CHECK,
         around(model_parallel, "_places"), lambda real, heads: real(heads._replace(interleaved=False)), _INTERLEAVED),
     FaultRow("fused-weight-in-chunks", "a rank holds its chunk of the rows of a fused weight", _CHECK,
@@ -208,10 +204,6 @@ _STYLES = "torch.distributed.tensor.parallel"
 _LOSS = "torch.distributed.tensor.parallel.loss"
 _STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
 _SCHEDULE = "torch.distributed.pipelining.schedules"
-
-
-def _bias_again(outputs: Any, layouts: Any, local: bool, module: Any, *_: Any) -> Any:
-    return outputs + module.bias.to_local() if local and layouts[0].is_shard() else outputs
 
 
 def _first_columns(chunks: Any, args: Any, kwargs: Any, *_: Any) -> Any:
@@ -317,7 +309,9 @@ register(
         "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"), _first_columns,
         "kwargs_chunk_spec, TensorChunkSpec(1)", 2),
     FaultRow("bias-added-twice", "RowwiseParallel adds the bias twice to local divided outputs", _MODULES,
-        returned(f"{_STYLES}:RowwiseParallel", "_prepare_output_fn"), _bias_again, "use_local_output, Shard"),
+        returned(f"{_STYLES}:RowwiseParallel", "_prepare_output_fn"), lambda outputs, layouts, local, module, *_:
+            outputs + module.bias.to_local() if local and layouts[0].is_shard() else outputs,
+        "use_local_output, Shard"),
     FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
         around("torch.distributed.tensor:Partial", "_reduce_value"), lambda real, self, tensor, *_: tensor.clone(),
         "outputs that all ranks are to hold"),
