@@ -23,13 +23,11 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ShardError
-from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
-from mgpu_check.oracles.training.reference_training import one_device, own_part, own_results, sgd
+from mgpu_check.oracles.training.reference_training import Rows, one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.suite.sharded.checkpoints import give_full_state, take_full_state
-from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
+from mgpu_check.suite.sharded.fully_sharded import cast_by_hand, stepped
 from mgpu_check.torch_hooks.tensors import copied
 
 PREFIX = "_fsdp_wrapped_module."
@@ -110,30 +108,23 @@ def _trained(
 ) -> dict[str, torch.Tensor]:
     got: dict[str, torch.Tensor] = {}
     for step, batch in enumerate(training.batches(), 1):
-        outputs = _step_of(model, optimizer, own_part(batch, rank), rank.size, row, windows=2 if step == 1 else 1)
+        outputs = _step_of(model, optimizer, batch, rank, row, windows=2 if step == 1 else 1)
         got |= _whole_of(model, step, row) | {f"step {step}: outputs": copied(outputs)}
     return got
 
 
 def _step_of(
-    model: FullyShardedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    samples: tuple[torch.Tensor, torch.Tensor],
-    size: int,
-    row: _Row,
-    windows: int,
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, batch: Rows, rank: Rank, row: _Row, windows: int
 ) -> torch.Tensor:
-    x, y = samples
-    optimizer.zero_grad()
-    outputs: list[torch.Tensor] = []
-    with full_precision():
-        for rows in recipe.split(torch.arange(len(x), device=x.device), windows):
-            last = len(outputs) == windows - 1
-            with model.no_sync() if row["unsynchronized"] and not last else contextlib.nullcontext():
-                outputs.append(model(x[rows]))
-                (recipe.weighted(outputs[-1], y[rows]) * size).backward()
-        optimizer.step()
-    return torch.cat(outputs)
+    with contextlib.ExitStack() as held:
+
+        def prepare(last: bool) -> None:
+            if last:
+                held.close()
+            elif row["unsynchronized"]:
+                held.enter_context(model.no_sync())
+
+        return stepped(optimizer, model, own_part(batch, rank), windows, prepare, factor=rank.size)
 
 
 def _whole_of(model: FullyShardedDataParallel, step: int, row: _Row) -> dict[str, torch.Tensor]:
@@ -180,14 +171,14 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     with Findings() as findings, quiet():
         model = _wrapped(training, rank, before)
         optimizer = sgd(training, model)
-        _step_of(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
+        _step_of(model, optimizer, training.batches()[0], rank, before, windows=1)
         state = take_full_state(training, model, optimizer, expected, findings, subject, rank)
         if findings.anywhere(rank):
             return  # rank 0 would broadcast the wrong state, and all ranks would report it again
         fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
         fresh_optimizer = sgd(training, fresh)
         give_full_state(training, state, fresh, fresh_optimizer)
-        _step_of(fresh, fresh_optimizer, own_part(training.batches()[1], rank), rank.size, after, windows=1)
+        _step_of(fresh, fresh_optimizer, training.batches()[1], rank, after, windows=1)
         got = _whole_of(fresh, 2, after)
         with findings.collected():
             assert_same(got, {name: expected[name] for name in got}, f"{subject}, loaded, then one step", rank.index)

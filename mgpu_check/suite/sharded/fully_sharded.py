@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -67,24 +66,6 @@ def fetch_ahead(model: nn.Sequential) -> None:
     for before, after in itertools.pairwise(layers):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
-
-
-def chunks_are_right(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    rank: Rank,
-    device: torch.device,
-    subject: str,
-    findings: Findings,
-    unsharded: Collection[str] = (),
-) -> bool:
-    """Return whether all ranks hold their chunks of all parameters but those that are `unsharded`. A collective.
-    If one rank does not, all must stop, because others could wait for its parts."""
-    message = _wrong_chunks(model, mesh, device, unsharded)
-    with findings.collected():
-        if message:
-            raise ShardError(f"{subject}, rank {rank.index}: {message}", ranks=[rank.index])
-    return not on_any_rank(rank, bool(message))
 
 
 def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, device: torch.device, unsharded: Collection[str]) -> str | None:
@@ -201,7 +182,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
         for how, chosen in _WAYS.items():
             row = {**{name: values[0] for name, values in _OPTIONS.items()}, "dimensions": dimensions, **chosen}
             subject = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
-            got = _trained(training, rank, mesh, row, subject, findings, later={"windows": 1})
+            got = _trained(training, rank, mesh, row, subject, findings, later=1)
             if got is None:
                 return
             with findings.collected():
@@ -224,16 +205,17 @@ def _judge_divisors(mesh: DeviceMesh, rank: Rank, findings: Findings) -> None:
         findings.require(bool((own == expected).all()), message, ranks=[rank.index])
 
 
-def _stepped(
+def stepped(
     optimizer: torch.optim.Optimizer,
     forward: Callable[[torch.Tensor], torch.Tensor],
     samples: tuple[torch.Tensor, torch.Tensor],
     windows: int,
     prepare: Callable[[bool], object],
     before_step: Callable[[], object] = bool,
-    divisor: int = 1,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """Train for one step of micro-batches; `prepare` is told before each whether it is the last. Return the outputs."""
+    """Train for one step of micro-batches with the loss times `factor`, and return the outputs. Call `prepare` before
+    each micro-batch with whether it is the last."""
     x, y = samples
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
@@ -243,7 +225,7 @@ def _stepped(
             # Ranks without samples take part with an empty batch.
             prepare(len(outputs) == windows - 1)
             outputs.append(forward(x[start:end]))
-            (recipe.weighted(outputs[-1], y[start:end]) / divisor).backward()
+            (recipe.weighted(outputs[-1], y[start:end]) * factor).backward()
         before_step()
         optimizer.step()
     return torch.cat(outputs)
@@ -303,7 +285,7 @@ def _compare_precision(
         # Gradients exceed whole numbers by this fraction, until the reduction drops it.
         y *= 1 + 2.0**-12
     fsdp_model: Any = model
-    outputs = _stepped(optimizer, model, (x, y), windows, fsdp_model.set_requires_gradient_sync)
+    outputs = stepped(optimizer, model, (x, y), windows, fsdp_model.set_requires_gradient_sync)
     got = gathered(model, 1)
     got["outputs"] = copied(outputs)
     if (dtypes := {value.dtype for value in got.values()}) != {torch.float32}:
@@ -508,10 +490,10 @@ def _trained(
     row: Mapping[str, Any],
     subject: str,
     findings: Findings,
-    later: Mapping[str, Any] = MappingProxyType({}),
+    later: int | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Return the results of a training with a row of options, which `later` changes from the second step on. Return
-    None if a rank lacks a part that others could wait for. A collective."""
+    """Return the results of a training with a row of options, with `later` micro-batches from the second step on; None
+    if a rank lacks a part that others could wait for. A collective."""
     unsharded = ("0.bias",) if row["ignored"] else ()
     model = _sharded(training, rank, mesh, row, unsharded)
     layers = _sharded_modules(model)
@@ -521,16 +503,30 @@ def _trained(
     if unsharded:
         optimizer.param_groups[0]["foreach"] = False  # a list cannot have DTensors and other tensors
     device = rank.device if row["offloaded"] == "no" else torch.device("cpu")
+    prepare, reduce = functools.partial(_prepare, layers, row), functools.partial(_reduce_ignored, model, rank, row)
+    forward, factor = getattr(model, "computed", model), 0.5 if row["doubled_by_hook"] else 1.0
     got: dict[str, torch.Tensor] = {}
-    if not chunks_are_right(model, mesh, rank, device, subject, findings, unsharded):
+
+    def chunks_are_right() -> bool:
+        message = _wrong_chunks(model, mesh, device, unsharded)
+        with findings.collected():
+            if message:
+                raise ShardError(f"{subject}, rank {rank.index}: {message}", ranks=[rank.index])
+        return not on_any_rank(rank, bool(message))
+
+    if not chunks_are_right():
         return None
     for step, batch in enumerate(training.batches(), 1):
-        outputs = _step(model, layers, optimizer, own_part(batch, rank), rank, {**row, **(later if step > 1 else {})})
+        samples = own_part(batch, rank)
+        if row["more"] == "interrupted":
+            _interrupt(model, layers[0], samples[0])
+        windows = row["windows"] if later is None or step == 1 else later
+        outputs = stepped(optimizer, forward, samples, windows, prepare, reduce, factor)
         if row["more"] == "event":
             event = torch.cuda.Event()
             event.record()
             layers[0].set_post_optim_event(event)
-        if not chunks_are_right(model, mesh, rank, device, subject, findings, unsharded):
+        if not chunks_are_right():
             return None
         got |= gathered(model, step, unsharded) | {f"step {step}: outputs": copied(outputs).float()}
         for name in unsharded:
@@ -594,22 +590,6 @@ def _configure(model: nn.Sequential, layers: Sequence[FSDPModule], row: Mapping[
 
 def _double(reduced: torch.Tensor) -> None:
     reduced.mul_(2)
-
-
-def _step(
-    model: nn.Sequential,
-    layers: Sequence[FSDPModule],
-    optimizer: torch.optim.Optimizer,
-    samples: tuple[torch.Tensor, torch.Tensor],
-    rank: Rank,
-    row: Mapping[str, Any],
-) -> torch.Tensor:
-    if row["more"] == "interrupted":
-        _interrupt(model, layers[0], samples[0])
-    prepare = functools.partial(_prepare, layers, row)
-    reduce = functools.partial(_reduce_ignored, model, rank, row)
-    forward, divisor = getattr(model, "computed", model), 2 if row["doubled_by_hook"] else 1
-    return _stepped(optimizer, forward, samples, row["windows"], prepare, reduce, divisor)
 
 
 def _prepare(layers: Sequence[FSDPModule], row: Mapping[str, Any], last: bool) -> None:
