@@ -99,7 +99,12 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         ValueError: a real GPU is in two reports of one host, or some reports are simulated and others are not.
     """
     reports = list(named.values())
-    _refuse_what_does_not_fit(named)
+    file = {bool(report.simulated): name for name, report in reversed([*named.items()])}  # the first of each kind
+    if len(file) > 1:
+        raise ValueError(
+            f"{file[True]} is of a SIMULATED node, and {file[False]} is not; merge only reports of real nodes, or only "
+            "of simulated ones"
+        )
     numbers = list(_numbered(reports))
     host_names = iter(distinct_names([(host.name, host.boot) for report in reports for host in report.hosts]))
     node_names = [", ".join(next(host_names) for _ in report.hosts) or "a node" for report in reports]
@@ -110,10 +115,16 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
     for name, report in by_name:
         selected = report.verdict.partial if len(partial) > 1 else ()
         unknown += [*report.verdict.unknown, *([f"{name}: only {', '.join(selected)} ran"] if selected else [])]
+    highest = max((report.level for report in reports), key=LEVELS.index)
+    unknown += [
+        f"{name}: its level is {report.level}, which does less than the level {highest} of other nodes"
+        for report, name in zip(reports, node_names, strict=True)
+        if report.level != highest
+    ]
     verdict = Verdict(
         kind=worst(report.verdict.kind for report in reports),
         accusations=tuple(accusation for report in joined for accusation in report.verdict.accusations),
-        unknown=(*unknown, *_of_lower_levels(reports, node_names), *_of_the_same_gpus(named)),
+        unknown=(*unknown, *_of_the_same_gpus(named)),
         unexplained=tuple(index for report in joined for index in report.verdict.unexplained),
         partial=partial.pop() if len(partial) == 1 else (),
         rivals=tuple(choice for report in joined for choice in report.verdict.rivals),
@@ -220,13 +231,6 @@ def _with_suspects(report: RunReport) -> RunReport:
     )
 
 
-def _of_lower_levels(reports: Sequence[RunReport], node_names: Sequence[str]) -> Iterator[str]:
-    highest = max((report.level for report in reports), key=LEVELS.index)
-    for report, name in zip(reports, node_names, strict=True):
-        if report.level != highest:
-            yield f"{name}: its level is {report.level}, which does less than the level {highest} of other nodes"
-
-
 def _of_the_same_gpus(named: Mapping[str, RunReport]) -> Iterator[str]:
     """Yield a line for each set of simulated reports of the same GPUs; see `_moves` for real ones."""
     keys_by_files: dict[tuple[str, ...], list[str]] = {}
@@ -235,17 +239,6 @@ def _of_the_same_gpus(named: Mapping[str, RunReport]) -> Iterator[str]:
             keys_by_files.setdefault(files, []).append(key)
     for files, keys in keys_by_files.items():
         yield f"{', '.join(files)} have {len(keys)} serial numbers in common, such as {keys[0]}: a node may count twice"
-
-
-def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
-    simulated = {name: bool(report.simulated) for name, report in named.items()}
-    if len(set(simulated.values())) > 1:
-        simulated_file = next(name for name, value in simulated.items() if value)
-        real_file = next(name for name, value in simulated.items() if not value)
-        raise ValueError(
-            f"{simulated_file} is of a SIMULATED node, and {real_file} is not; merge only reports of real nodes, or "
-            "only of simulated ones"
-        )
 
 
 def _numbered(reports: Sequence[RunReport]) -> Iterable[_Numbers]:

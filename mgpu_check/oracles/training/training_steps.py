@@ -153,7 +153,7 @@ def train_batch(
         own_loss.backward()
     with torch.no_grad():
         for name in replicas[0]:
-            reducing.allreduce([_gradient(replica[name]) for replica in replicas])
+            reducing.allreduce([gradient_of(replica[name]) for replica in replicas])
         for replica in replicas:
             sgd(replica, rate, len(inputs))
 
@@ -179,8 +179,8 @@ def train(
     return replicas
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None, "the loss does not depend on this parameter"
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "the loss does not depend on this tensor"
     return parameter.grad
 
 
@@ -189,7 +189,7 @@ def sgd(parameters: Mapping[str, torch.Tensor], rate: float, batch_size: int) ->
     Call `clear` before the next backward pass."""
     with torch.no_grad():
         for parameter in parameters.values():
-            gradient = _gradient(parameter)
+            gradient = gradient_of(parameter)
             gradient /= batch_size
             parameter -= rate * gradient
 

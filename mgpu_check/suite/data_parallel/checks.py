@@ -478,9 +478,8 @@ def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
 def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that a model with a frozen first layer trains, and that this layer does not change or get a gradient."""
     with oracle.exact_arithmetic():
-        for run in runs:
-            for order in both_ways(devices):
-                _train(run, order, frozen=True)
+        for run, order in itertools.product(runs, both_ways(devices)):
+            _train(run, order, frozen=True)
 
 
 def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
@@ -511,25 +510,24 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
     """Assert that in training only the first device's shard changes buffers, and that evaluation does not change them.
     All replicas must start with the module's buffers: their outputs depend on these."""
     with oracle.exact_arithmetic():
-        for run in runs:
-            for order in both_ways(devices):
-                model = run.build()
-                reference = OneDevice(run, order[0])
-                parallel = _wrapped(model, order)
-                for number, (x, _) in enumerate(run.batches(), start=1):
-                    evaluated = number % 2 == 0
-                    parallel.train(not evaluated)
-                    label = _label(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
-                    before = {name: value.cpu().clone() for name, value in oracle.buffers_of(model).items()}
-                    oracle.put_buffers(reference.exact, before)
-                    expected = reference.outputs(x)
-                    with torch.no_grad():
-                        outputs = parallel(x)
-                    assert_same({"outputs": outputs}, {"outputs": expected}, label)
-                    head_shard = x.chunk(len(order))[0]
-                    if not evaluated:
-                        before = oracle.counting_statistics(before, head_shard)
-                    assert_same(oracle.buffers_of(model), before, f"{label}, buffers")
+        for run, order in itertools.product(runs, both_ways(devices)):
+            model = run.build()
+            reference = OneDevice(run, order[0])
+            parallel = _wrapped(model, order)
+            for number, (x, _) in enumerate(run.batches(), start=1):
+                evaluated = number % 2 == 0
+                parallel.train(not evaluated)
+                label = _label(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
+                before = {name: value.cpu().clone() for name, value in oracle.buffers_of(model).items()}
+                oracle.put_buffers(reference.exact, before)
+                expected = reference.outputs(x)
+                with torch.no_grad():
+                    outputs = parallel(x)
+                assert_same({"outputs": outputs}, {"outputs": expected}, label)
+                head_shard = x.chunk(len(order))[0]
+                if not evaluated:
+                    before = oracle.counting_statistics(before, head_shard)
+                assert_same(oracle.buffers_of(model), before, f"{label}, buffers")
         for order in both_ways(devices):
             _average(order, runs[0].seed)
 
@@ -550,31 +548,29 @@ def _average(order: Devices, seed: int) -> None:
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that two forward passes before a backward pass add gradients, and later passes use changed parameters."""
     with oracle.exact_arithmetic():
-        for run in runs:
-            for order in both_ways(devices):
-                reference, model = OneDevice(run, order[0]), run.build()
-                parallel = _wrapped(model, order)
-                earlier, later = run.batches()[0], run.batches()[-1]
-                for number in range(2):
-                    label = _label(run, order, f", two calls before one backward pass, round {number + 1}")
-                    model.zero_grad()
-                    losses = [weighted(parallel(x), targets.to(order[0])) for x, targets in (earlier, later)]
-                    (losses[0] + losses[1]).backward()
-                    shard_gradients = reference.parts([*_shards(earlier, order), *_shards(later, order)])
-                    oracle.assert_gradients_are(model, shard_gradients, label=label)
-                    with torch.no_grad():
-                        # In place, as in load_state_dict and optimizers.
-                        for mine, exact in zip(model.parameters(), reference.exact.parameters(), strict=True):
-                            mine.neg_()
-                            exact.neg_()
+        for run, order in itertools.product(runs, both_ways(devices)):
+            reference, model = OneDevice(run, order[0]), run.build()
+            parallel = _wrapped(model, order)
+            earlier, later = run.batches()[0], run.batches()[-1]
+            for number in range(2):
+                label = _label(run, order, f", two calls before one backward pass, round {number + 1}")
+                model.zero_grad()
+                losses = [weighted(parallel(x), targets.to(order[0])) for x, targets in (earlier, later)]
+                (losses[0] + losses[1]).backward()
+                shard_gradients = reference.parts([*_shards(earlier, order), *_shards(later, order)])
+                oracle.assert_gradients_are(model, shard_gradients, label=label)
+                with torch.no_grad():
+                    # In place, as in load_state_dict and optimizers.
+                    for mine, exact in zip(model.parameters(), reference.exact.parameters(), strict=True):
+                        mine.neg_()
+                        exact.neg_()
 
 
 def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that hooks are called as documented, and that hooks can change arguments and outputs."""
     with oracle.exact_arithmetic():
-        for run in runs:
-            for order in both_ways(devices):
-                _call_hooks(run, order)
+        for run, order in itertools.product(runs, both_ways(devices)):
+            _call_hooks(run, order)
         for order in both_ways(devices):
             _change_by_hooks(order)
 

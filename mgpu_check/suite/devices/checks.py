@@ -511,7 +511,8 @@ def _generators_kept() -> Iterator[None]:
         torch.set_rng_state(host)
 
 
-def _require_same(before: dict[str, int], after: dict[str, int], condition: str, device: torch.device) -> None:
+def _require_same(before: dict[str, int], condition: str, device: torch.device) -> None:
+    after = _draws(device)
     odd = [name for name in before if before[name] != after[name]]
     require(not odd, f"{device}: {condition}, but {', '.join(odd)} gave different numbers", device)
 
@@ -533,7 +534,7 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
     ):
         seeding(seed)
         for device in reversed(devices):
-            _require_same(draws[device], _draws(device), f"seeded twice with {seed} by {name}", device)
+            _require_same(draws[device], f"seeded twice with {seed} by {name}", device)
     torch.cuda.seed_all()
     chosen = {torch.cuda.default_generators[device.index].initial_seed() for device in devices}
     seeds = f"the seeds {sorted(chosen)}, expected one seed other than {seed}, that of before"
@@ -556,7 +557,7 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
         for peer, state in others.items():
             text = f"torch.cuda.manual_seed with {device} current has changed the generator of {peer}"
             require(torch.equal(torch.cuda.get_rng_state(peer), state), text, device, peer)
-        _require_same(draws[device], _draws(device), f"seeded with {seed} by torch.cuda.manual_seed", device)
+        _require_same(draws[device], f"seeded with {seed} by torch.cuda.manual_seed", device)
 
 
 def _independence(devices: Sequence[torch.device], seed: int) -> None:
@@ -589,17 +590,17 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None
             state, every = torch.cuda.get_rng_state(device), torch.cuda.get_rng_state_all()
             draws = _draws(device)
             torch.cuda.set_rng_state(state, device)
-            _require_same(draws, _draws(device), "its state was kept and set again", device)
+            _require_same(draws, "its state was kept and set again", device)
             torch.cuda.set_rng_state_all(every)
-            _require_same(draws, _draws(device), "all states were kept and set again", device)
+            _require_same(draws, "all states were kept and set again", device)
             torch.cuda.set_rng_state_all(every)
             with torch.random.fork_rng(devices=[device]):
                 torch.cuda.manual_seed_all(seed + 77)
                 _draws(device)
-            _require_same(draws, _draws(device), "fork_rng has been left", device)
+            _require_same(draws, "fork_rng has been left", device)
             torch.cuda.set_rng_state_all(every)
             _own_generator(device, seed)
-            _require_same(draws, _draws(device), "a generator of one's own has drawn", device)
+            _require_same(draws, "a generator of one's own has drawn", device)
             _recomputed(device)
         _forks(devices, seed)
 
@@ -614,7 +615,7 @@ def _forks(devices: Sequence[torch.device], seed: int) -> None:
         for device in devices:
             torch.rand(_COUNT, device=device)
     for device in devices:
-        _require_same(draws[device], _draws(device), "fork_rng of several devices has been left", device)
+        _require_same(draws[device], "fork_rng of several devices has been left", device)
 
 
 def _own_generator(device: torch.device, seed: int) -> None:

@@ -108,7 +108,7 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
                 recipe.weighted(worker(x.to(device)), y.to(device)).backward()
             for name in parameter_names:
                 parameters = [worker.get_parameter(name) for worker in workers]
-                store.push(name, [_gradient(value) for value in parameters])
+                store.push(name, [recipe.gradient_of(value) for value in parameters])
                 store.pull(name, parameters)
             assert_replicas_agree(workers, what=f"{label}, step {step}")
             got |= {f"step {step}: {name}": copied(workers[-1].get_parameter(name)) for name in parameter_names}
@@ -206,18 +206,13 @@ def _assert_at_home(
     model: nn.Module, optimizer: torch.optim.Optimizer, homes: Mapping[str, torch.device], label: str
 ) -> None:
     for name, value in model.named_parameters():
-        tensors = {name: value, f"the gradient of {name}": _gradient(value)}
+        tensors = {name: value, f"the gradient of {name}": recipe.gradient_of(value)}
         state = optimizer.state[value]
         # Skip tensors without dimensions: the number of steps may be on the host.
         tensors |= {f"{key} of {name}": tensor for key, tensor in state.items() if getattr(tensor, "shape", None)}
         for tensor_name, tensor in tensors.items():
             if tensor.device != homes[name]:
                 raise ReplicaMismatch(f"{label}: {tensor_name} is on {tensor.device}; {name} was put on {homes[name]}")
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None, "the loss depends on each parameter, and on the inputs"
-    return parameter.grad
 
 
 _SHAPES = ((2, 3), (5,))  # shapes of the parameters on each device
@@ -263,7 +258,7 @@ def _assert_infinity_refused(
     devices: Sequence[torch.device], gradients: list[torch.Tensor], foreach: bool | None
 ) -> None:
     parameters = _on(devices, gradients)
-    _gradient(parameters[-1])[-1:] = torch.inf
+    recipe.gradient_of(parameters[-1])[-1:] = torch.inf
     label = f"clip_grad_norm_ of an infinite gradient over {', '.join(map(str, devices))}, {foreach=}"
     try:
         nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True, foreach=foreach)
@@ -303,7 +298,7 @@ def _stepped(devices: Sequence[torch.device], seed: int, make: Callable[..., Any
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = scaler.scale(gradient.detach())
         if 1 <= step <= count:
-            _gradient(parameters[len(_SHAPES) * step - 1])[-1:] = torch.inf
+            recipe.gradient_of(parameters[len(_SHAPES) * step - 1])[-1:] = torch.inf
         scaler.step(optimizer)
         scaler.update()
     return {"scale": torch.tensor(scaler.get_scale())} | _named([copied(parameter) for parameter in parameters])
@@ -429,7 +424,7 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
                     recipe.weighted(outputs, factors.to(rank.device)).backward()
                     optimizer.step()
                     got[f"step {step}: outputs"] = copied(outputs)
-                    got[f"step {step}: gradient of inputs"] = copied(_gradient(x))
+                    got[f"step {step}: gradient of inputs"] = copied(recipe.gradient_of(x))
                     got |= seen(model, step)
             how = "gathered between" if gather else "divided between"
             with findings.collected():
@@ -446,7 +441,7 @@ def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]
     model.register_forward_pre_hook(require)
     expected = one_device(training, model)
     for step, inputs in enumerate(recorded, 1):
-        expected[f"step {step}: gradient of inputs"] = copied(_gradient(inputs))
+        expected[f"step {step}: gradient of inputs"] = copied(recipe.gradient_of(inputs))
     return expected
 
 

@@ -21,15 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -386,10 +378,10 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
             parameters: Any
             moments: Any
             if row["apart"]:
-                parameters = get_model_state_dict(model, options=options)
-                moments = get_optimizer_state_dict(model, optimizer, options=options)
+                parameters = state_dicts.get_model_state_dict(model, options=options)
+                moments = state_dicts.get_optimizer_state_dict(model, optimizer, options=options)
             else:
-                parameters, moments = get_state_dict(model, optimizer, options=options)
+                parameters, moments = state_dicts.get_state_dict(model, optimizer, options=options)
             full_tensors = {name: _whole(value) for name, value in parameters.items()}
             kept = [name for name in states if not (row["ignore_frozen_params"] and name == _FROZEN)]
             judge, again = partial(require, findings, rank), f"{subject}, rank {rank.index}, set again"
@@ -405,10 +397,10 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
             omitted = [] if row["strict"] else [kept[-1]]
             inputs = {name: value for name, value in parameters.items() if name not in omitted}
             if row["apart"]:
-                incompatible_keys = set_model_state_dict(fresh, inputs, options=options)
-                set_optimizer_state_dict(fresh, fresh_optimizer, moments, options=options)
+                incompatible_keys = state_dicts.set_model_state_dict(fresh, inputs, options=options)
+                state_dicts.set_optimizer_state_dict(fresh, fresh_optimizer, moments, options=options)
             else:
-                incompatible_keys = set_state_dict(
+                incompatible_keys = state_dicts.set_state_dict(
                     fresh, fresh_optimizer, model_state_dict=inputs, optim_state_dict=moments, options=options
                 )
             # Torch completes a full state by the model's own values.

@@ -34,6 +34,7 @@ from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.asserts.known_defects import is_known, known_defect, left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.numerics.differences import difference
 from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.sharded.redistribution import compared, part_of, placed, require_none_wrong, text_of
 from mgpu_check.torch_hooks.tensors import plain
@@ -555,15 +556,9 @@ def _differs(subject: str, got: DTensor, expected_output: torch.Tensor, mesh: De
     where = f"{subject}, {text_of(got.placements)}"
     if local.shape != expected.shape:
         return f"{where}, has a part of {list(local.shape)}, expected {list(expected.shape)}"
-    off = (local.double() - expected.double()).abs()
     # Sums of fewer than 2^8 terms below 2^8 are exact; functions of these sums round about ten times.
-    most = float(expected_output.double().abs().max()) * 2.0**-18
-    if bool((off <= most).all()):
-        return None
-    at = int(torch.where(off.isnan(), torch.inf, off).argmax())
-    values = f"got {local.flatten()[at].item()}, expected {expected.flatten()[at].item()}"
-    count = int((~(off <= most)).sum())
-    return f"{where}: {count} of {local.numel()} elements differ: {values}"
+    off = difference(local, expected, float(expected_output.double().abs().max()) * 2.0**-18)
+    return f"{where}: {off}" if off else None
 
 
 _LOSSES = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")

@@ -562,8 +562,9 @@ register(
         "test_distributed_checkpoint", _FLAT, lambda flat, *_: {**flat, "param_groups": [
             {**group, "lr": flat["param_groups"][0]["lr"]} for group in flat["param_groups"]]}, _SEVERAL_GROUPS),
     FaultRow("steps-lost-apart", "get_optimizer_state_dict gives steps of zero", "test_options_of_state_dicts",
-        returned("mgpu_check.suite.sharded.checkpoints", "get_optimizer_state_dict"),
+        returned(state_dicts, "get_optimizer_state_dict"),
         lambda state, *_, **__: {**state, "state": {
-            name: {**entry, "step": entry["step"] * 0} for name, entry in state["state"].items()
-            }} if "state" in state else None, "nested states, optimizers that count steps"),
+            name: {key: value * 0 if key == "step" else value for key, value in entry.items()}
+            for name, entry in state["state"].items()}} if "state" in state else None,
+        "nested states, optimizers that count steps"),
 )  # fmt: skip
