@@ -84,7 +84,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> s
     if got.dtype != expected.dtype:
         return f"expected {name_of(expected.dtype)}, got {name_of(got.dtype)}"
     actual, reference = as_real(plain(got)), as_real(plain(expected))
-    mask = _wrong(actual, reference, comparison)
+    mask = wrong_elements(actual, reference, comparison)
     if mask is None or not bool(mask.any()):
         return None
     count, flat = int(mask.sum()), int(mask.reshape(-1).to(torch.int8).argmax())
@@ -93,7 +93,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> s
     return f"{at}: expected {should}, got {shown}"
 
 
-def _wrong(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> torch.Tensor | None:
+def wrong_elements(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> torch.Tensor | None:
     """Return a mask of the wrong elements, or None if all bits are equal."""
     actual, reference = as_bits(got), as_bits(expected)
     if torch.equal(actual, reference):

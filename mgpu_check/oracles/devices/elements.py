@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mgpu_check.numerics.reduction import significand_bits
+from mgpu_check.oracles.agreement import wrong_elements
 from mgpu_check.oracles.devices.cases import BINARY, FUNCTIONS, UNARY, ComputeCase, Function
 from mgpu_check.oracles.devices.operations import DTYPES, Judge, Prepared, evidence_of, exactly, seeded
 from mgpu_check.oracles.generated_data import counted, fractions, integers
@@ -50,11 +51,8 @@ def _same(expected: torch.Tensor) -> Judge:
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         on_host = got.cpu()
-        mismatches = on_host != expected
-        if on_host.dtype.is_floating_point:
-            mismatches &= ~(on_host.isnan() & expected.isnan())
-            mismatches |= (on_host == 0) & (expected == 0) & (on_host.signbit() != expected.signbit())
-        return evidence_of(on_host, expected, mismatches) if bool(mismatches.any()) else {}
+        mismatches = wrong_elements(on_host, expected, "values")
+        return {} if mismatches is None or not mismatches.any() else evidence_of(on_host, expected, mismatches)
 
     return judge
 
