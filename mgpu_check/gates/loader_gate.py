@@ -82,7 +82,7 @@ def assert_loader_covers(
 
     def visits_of(size: int, *, inline: bool = False, by: RanksFixture = ranks) -> list[Visits]:
         # Here, because it imports torch, which this process may do without until it has a gate to run.
-        from mgpu_check.gates.run.samples import visit
+        from mgpu_check.gates.run.evaluation import visit
 
         with noting(f"the loader at world size {size}, {epochs} epochs"):
             visits: list[Visits] = by.run(visit, make_loader, epochs, key, inline, size=size)

@@ -16,8 +16,8 @@ import pytest
 from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
 from mgpu_check.plugin.harnesses import Adapting
 from mgpu_check.plugin.launch import is_launched, over, wrong_launch
-from mgpu_check.plugin.module_state import watching
 from mgpu_check.plugin.private_names import TestCaseFunction
+from mgpu_check.plugin.replacements import watching
 from mgpu_check.plugin.requirements import (
     HOST_PARAMETER,
     NEEDS,

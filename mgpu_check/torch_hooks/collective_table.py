@@ -98,7 +98,7 @@ class Collective:
     # the parameter whose value is compared between ranks: their contribution or result; "" for no comparison
     operand: str = ""
     # "equal" if all ranks must have tensors with the same dtype and number of elements; "paired" if the tensors of a
-    # rank must match those of its peer (see `collective_arguments`); "" if sizes are not compared
+    # rank must match those of its peer (see `collectives`); "" if sizes are not compared
     sizes: Sizes = ""
     # the modules of ``torch.distributed`` that define it. The operand of a functional collective is `self`.
     homes: tuple[str, ...] = ("distributed_c10d",)
@@ -293,7 +293,7 @@ class Form(abc.ABC):
         self.name = function.lstrip("_")  # of the function of `torch.distributed` in reports
         self.peer = row.kind == "message"  # whether it is a send or a receive
         self.symmetric = row.sizes == "equal"  # whether all ranks must have operands of the same dtypes and sizes
-        # Whether the tensors of a rank must match those of its peers; see `collective_arguments`.
+        # Whether the tensors of a rank must match those of its peers; see `collectives`.
         self.paired = row.sizes == "paired"
 
     @abc.abstractmethod

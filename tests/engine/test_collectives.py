@@ -27,8 +27,8 @@ def message(info: pytest.ExceptionInfo[BaseException]) -> list[str]:
 def test_every_collective_of_torch_is_recorded_and_simulated():
     """A collective of a new version of torch must be in the tables that CONTRIBUTING lists."""
     from mgpu_check.simulated.distributed.collective_calls import PARSERS, parser_of
-    from mgpu_check.torch_hooks.collective_arguments import FLOWS
     from mgpu_check.torch_hooks.collective_table import COLLECTIVES, METHODS
+    from mgpu_check.torch_hooks.collectives import FLOWS
 
     operands = {"tensor", "tensors", "input", "output", "input_tensor", "output_tensor_list", "object_list", "obj"}
     functions = {name: function for name, function in vars(c10d).items() if type(function) is types.FunctionType}

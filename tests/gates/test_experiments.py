@@ -12,7 +12,7 @@ from torch import nn
 
 from mgpu_check import Rank
 from mgpu_check.gates.gate_arguments import Program
-from mgpu_check.torch_hooks.collective_arguments import own_groups
+from mgpu_check.torch_hooks.collectives import own_groups
 from tests.gates.diagnosed import mlp, report, synchronize
 from tests.gates.single_cases import failure
 from tests.gates.steps import chunked

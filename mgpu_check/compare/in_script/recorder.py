@@ -48,8 +48,8 @@ from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.environments import rank_and_world
 from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.torch_hooks import switches
-from mgpu_check.torch_hooks.collective_arguments import group_of, option
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, FunctionForm
+from mgpu_check.torch_hooks.collectives import group_of, option
 from mgpu_check.torch_hooks.nested import leaves, named_modules, named_parameters, tensors_of
 from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import (

@@ -33,8 +33,7 @@ from mgpu_check.processes.channel import RankEnd
 from mgpu_check.processes.child_processes import CONNECTION_LOST, MARK, STACKS_SIGNAL
 from mgpu_check.processes.heap import keep_freed_memory
 from mgpu_check.processes.rank_pickling import EXPLAIN, clipped, failure_of, give_by_value, shortened
-from mgpu_check.torch_hooks.collective_arguments import group_of
-from mgpu_check.torch_hooks.collectives import recorder
+from mgpu_check.torch_hooks.collectives import group_of, recorder
 
 _BACKENDS = "cpu:gloo,cuda:nccl"
 

@@ -42,9 +42,8 @@ from mgpu_check.gates.run.draws import Notes
 from mgpu_check.gates.search.scenarios import samples_in
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.tracebacks import is_file_under_test
-from mgpu_check.torch_hooks.collective_arguments import group_of, option, own_groups
 from mgpu_check.torch_hooks.collective_table import OPERATIONS, ROOTS, Form
-from mgpu_check.torch_hooks.collectives import Recorder
+from mgpu_check.torch_hooks.collectives import Recorder, group_of, option, own_groups
 from mgpu_check.torch_hooks.nested import named_modules, named_parameters, tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of, is_capturing, name_of, plain
 

@@ -40,9 +40,8 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.processes.tracebacks import is_file_under_test
-from mgpu_check.torch_hooks.collective_arguments import group_of, own_groups
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, Form
-from mgpu_check.torch_hooks.collectives import Recorder, recorder
+from mgpu_check.torch_hooks.collectives import Recorder, group_of, own_groups, recorder
 from mgpu_check.torch_hooks.nested import named_parameters
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import draws
