@@ -20,7 +20,7 @@ from mgpu_check.compare.first_difference import compared_output, module_name, ra
 from mgpu_check.compare.reports import TENSORS
 from mgpu_check.compare.rounding import COMPARED, Rounding
 from mgpu_check.compare.trace import OutputSummary, State, TensorSummary
-from mgpu_check.diagnosis.registry import known_mistake
+from mgpu_check.diagnosis.report import known_mistake
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.version import __version__
 

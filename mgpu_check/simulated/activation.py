@@ -26,8 +26,7 @@ from mgpu_check.simulated import dispatch
 from mgpu_check.simulated.cuda import streams
 from mgpu_check.simulated.cuda.allocator import forget_pinned
 from mgpu_check.simulated.cuda.graphs import abandon, install_graphs
-from mgpu_check.simulated.cuda.native import install_native
-from mgpu_check.simulated.cuda.runtime import install_runtime
+from mgpu_check.simulated.cuda.runtime import install_native, install_runtime
 from mgpu_check.simulated.cuda.streams import late_host_copy
 from mgpu_check.simulated.distributed.collectives import install_collectives
 from mgpu_check.simulated.distributed.data_parallel import install_parallel, install_reducer

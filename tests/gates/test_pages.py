@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from mgpu_check.diagnosis.registry import all_mistakes
+from mgpu_check.diagnosis.report import all_mistakes
 from tests.docs import mistakes
 from tests.docs.pages import MISTAKES as PAGES
 from tests.docs.pages import ROOT, blocks

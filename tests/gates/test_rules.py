@@ -25,8 +25,7 @@ from mgpu_check.diagnosis.evidence import (
     UnfinishedCall,
 )
 from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun, Relations, Result
-from mgpu_check.diagnosis.registry import RuleList, known_mistake, mistake
-from mgpu_check.diagnosis.report import Attempts, Finding
+from mgpu_check.diagnosis.report import Attempts, Finding, RuleList, known_mistake, mistake
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.rules.collectives import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times

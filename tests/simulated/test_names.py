@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import comm
 
 from mgpu_check.simulated import simulated_node
-from mgpu_check.simulated.cuda import native, runtime
+from mgpu_check.simulated.cuda import runtime
 from mgpu_check.simulated.operators import autograd
 from mgpu_check.simulated.operators.attention import SINCE_2_14
 from mgpu_check.torch_hooks import switches
@@ -30,19 +30,19 @@ BEYOND = ("driver", "not compiled with CUDA", "Torch not compiled", "has no attr
 def test_each_name_of_the_c_module_is_known():
     """A name that a new version of torch has must be decided on: simulated, refused, or known to ask no driver."""
     of_runtime = {*runtime._accelerator_functions(), *runtime._native_functions()}
-    simulated = set(native.simulated_names()) | of_runtime
-    known = simulated | native.REFUSED | native.HARMLESS
-    there = {name for name in dir(torch._C) if native.concerns_devices(name)}
+    simulated = set(runtime.simulated_names()) | of_runtime
+    known = simulated | runtime.REFUSED | runtime.HARMLESS
+    there = {name for name in dir(torch._C) if runtime.concerns_devices(name)}
     assert there - known == set()
-    assert simulated.isdisjoint(native.REFUSED | native.HARMLESS) and native.REFUSED.isdisjoint(native.HARMLESS)
+    assert simulated.isdisjoint(runtime.REFUSED | runtime.HARMLESS) and runtime.REFUSED.isdisjoint(runtime.HARMLESS)
 
 
 def test_each_of_them_is_replaced_unless_it_is_harmless():
-    before = {name: getattr(torch._C, name) for name in dir(torch._C) if native.concerns_devices(name)}
+    before = {name: getattr(torch._C, name) for name in dir(torch._C) if runtime.concerns_devices(name)}
     with simulated_node(2):
         kept = {name for name, value in before.items() if getattr(torch._C, name) is value}
-        assert {n for n in kept if callable(before[n])} <= native.HARMLESS
-        for name in native.REFUSED & before.keys():
+        assert {n for n in kept if callable(before[n])} <= runtime.HARMLESS
+        for name in runtime.REFUSED & before.keys():
             with pytest.raises(RuntimeError, match=rf"torch\._C\.{name} is not available on a simulated node"):
                 getattr(torch._C, name)()
     assert all(getattr(torch._C, name) is value for name, value in before.items())

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Change
-from mgpu_check.diagnosis.registry import RuleOf, on_evidence
-from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.report import Finding, RuleOf, on_evidence
 
 
 def clause(mistake_name: str, observed: str) -> RuleOf[Evidence]:

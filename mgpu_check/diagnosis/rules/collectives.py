@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.diagnosis.divergence import first_wrong_module
 from mgpu_check.diagnosis.evidence import HashSeeds, UnfinishedCall
 from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_held
-from mgpu_check.diagnosis.registry import mistake, on_calls, on_experiments, on_hash_seeds, on_tensors
-from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.report import Finding, mistake, on_calls, on_experiments, on_hash_seeds, on_tensors
 from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.collective_records import fewest
 from mgpu_check.processes.rank_lists import few, grouped, intervals, named

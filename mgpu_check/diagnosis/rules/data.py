@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import EpochSamples, Evidence, Loader
 from mgpu_check.diagnosis.observations import CallEvent, Other, RankTrace, Result
-from mgpu_check.diagnosis.registry import mistake, on_epoch, on_evidence, on_loader, on_tensors
-from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.report import Finding, mistake, on_epoch, on_evidence, on_loader, on_tensors
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.divergence import has_unlike_results
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Change, Result
-from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
-from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.report import Finding, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.rank_lists import grouped, named
 

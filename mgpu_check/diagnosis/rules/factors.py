@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import is_held
-from mgpu_check.diagnosis.registry import mistake, on_evidence, on_tensors
-from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.report import Finding, mistake, on_evidence, on_tensors
 from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:

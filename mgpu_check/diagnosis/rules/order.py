@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Loader, Restored, UnfinishedCall
-from mgpu_check.diagnosis.registry import (
+from mgpu_check.diagnosis.report import (
+    Attempts,
+    Finding,
     RuleOf,
     known_mistake,
     on_calls,
@@ -20,7 +22,6 @@ from mgpu_check.diagnosis.registry import (
     on_hash_seeds,
     on_loader,
 )
-from mgpu_check.diagnosis.report import Attempts, Finding
 from mgpu_check.diagnosis.rules import (
     clause,
     collectives,
@@ -28,7 +29,6 @@ from mgpu_check.diagnosis.rules import (
     decisions,
     factors,
     gradients,
-    statistics,
     training_state,
 )
 
@@ -45,7 +45,7 @@ RULES = on_evidence.in_order(
     gradients.recomputes_something_else,
     gradients.written_several_times,
     gradients.right_if_always_synchronized,
-    statistics.counts_micro_batches_alike,
+    gradients.counts_micro_batches_alike,
     collectives.right_in_another_group,
     collectives.right_where_positions_go_on,
     collectives.right_in_another_order,
@@ -104,7 +104,7 @@ RULES = on_evidence.in_order(
     factors.rounds_to_integers,
     factors.divides_a_count,
     collectives.delivers_to_one_rank,
-    statistics.statistics_of_parts,
+    gradients.statistics_of_parts,
     gradients.adds_what_was_left,
     collectives.off_by_number_of_groups,
     gradients.added_on_every_rank,
@@ -128,21 +128,21 @@ RULES = on_evidence.in_order(
     factors.not_divided_by_micro_batches,  # before the world size, which may be this ratio
     factors.off_by_world_size,
     factors.off_by_a_sign,
-    statistics.mean_of_metrics,
+    gradients.mean_of_metrics,
     data.pads,
     data.counted_by_every_rank,
     factors.off_by_micro_batches,
     data.samples_several_times,
     training_state.optimizes_its_own,  # before a mean of parts, which averaged parameters also fit
-    statistics.takes_parts_for_the_batch,
-    statistics.mean_of_parts,
+    gradients.takes_parts_for_the_batch,
+    gradients.mean_of_parts,
     # The gradients of the first step with wrong parameters are right.
     training_state.starts_anew,
     training_state.makes_something_else,
     clause("optimizer-differs", "updates"),
     # Several mistakes explain this evidence.
-    statistics.norm_of_shards,
-    statistics.buffers_of_one_part,
+    gradients.norm_of_shards,
+    gradients.buffers_of_one_part,
     decisions.buffers_alone_drift,
     clause("buffers-drift", "buffers_apart"),  # before answers, which buffers may explain
     clause("evaluation-differs", "answers_change"),  # before answers that differ, as those of one rank that change do

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Restored
 from mgpu_check.diagnosis.observations import Result, is_left, norms_of
-from mgpu_check.diagnosis.registry import mistake, on_checkpoint, on_experiments, on_tensors
-from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.report import Finding, mistake, on_checkpoint, on_experiments, on_tensors
 from mgpu_check.processes.rank_lists import by_ranks, few, grouped, named
 
 if TYPE_CHECKING:

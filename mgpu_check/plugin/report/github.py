@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.annotations import annotation
-from mgpu_check.diagnosis.registry import all_mistakes
+from mgpu_check.diagnosis.report import all_mistakes
 from mgpu_check.plugin import device_leases
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
 from mgpu_check.plugin.session import GpuSession
