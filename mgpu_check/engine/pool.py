@@ -204,22 +204,10 @@ class RankPool:
         environment: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank of a world of `size` ranks.
+        """Call ``fn(*args, **kwargs)`` on every rank of a world of `size` ranks, and return the results in rank order.
 
-        A parameter of `fn` called ``rank`` receives the `Rank`. Tensors on devices come back as CPU tensors.
-
-        Args:
-            size: world size, 1 to `devices`; default all. A size that was used before starts no new processes.
-            timeout: seconds for all ranks to return; default ``--rank-timeout``.
-            devices: rank ``i`` runs on device ``devices[i]``, from 0 to ``self.devices - 1``; default the first `size`.
-            environment: variables that the ranks have from their start.
-
-        Returns:
-            One result per rank, in rank order.
-
-        Raises:
-            RankFailure: a rank raised. RankDied: a process ended. RankHang: a rank did not return in time.
-            ValueError: an argument out of range. TypeError: `fn` or an argument cannot be sent.
+        The fixture `ranks` describes the arguments and errors, see `mgpu_check.plugin.ranks.Ranks.run`. A size that was
+        used before starts no new processes.
         """
         try:
             slots_for(size, self.available, devices)

@@ -85,6 +85,8 @@ class World(WorldProcesses):
     `RankPool` makes one for a `WorldKey`, and starts its processes with it. Each call is a `begin` and a `finish`;
     `end_test` resets the processes. A failed call leaves it `broken`, and the pool then discards it."""
 
+    _pauses: type[Pauses] = Pauses
+
     def __init__(
         self,
         launcher: Launcher,
@@ -131,7 +133,7 @@ class World(WorldProcesses):
     def finish(self, call: Begun, timeout: float) -> list[pickling.Pickled]:
         """Wait up to `timeout` seconds from now for the results of a call; returns and raises as `run` does."""
         waiting = Clock.now()
-        pauses = self._pauses()
+        pauses = self._pauses(self.processes, self.who)
         answers, late = self._collect(timeout, Outcome, _went_well, call.unsent, pauses)
         if pauses.failure is not None:
             self._running = None
@@ -167,9 +169,6 @@ class World(WorldProcesses):
         error = account.error()
         self._failed = (error, account)
         raise error
-
-    def _pauses(self) -> Pauses:
-        return Pauses(self.processes, self.who)
 
     def _prepare(self, function: Function, arguments: bytes, call_context: CallContext) -> Call:
         """Reset the state of the previous call, and return the message of this one."""
@@ -408,9 +407,18 @@ def culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
 _TIMEOUT = 300.0  # seconds: the usual one of a call; `results` has its own
 
 
+class _Unwatched(Pauses):
+    """Ends no call early: a test may wait in vain on purpose, until a timeout of torch."""
+
+    def look(self, waiting: object) -> bool:
+        return True
+
+
 class BareWorld(World):
     """Bare processes that all run the same function. `HarnessRuns` makes one for a test, or for a class of tests, from
     a launcher of its own, and discards it afterwards."""
+
+    _pauses = _Unwatched
 
     def __init__(self, launcher: LocalLauncher, size: int) -> None:
         self._keys = itertools.count()
@@ -458,15 +466,5 @@ class BareWorld(World):
         self.mark_output()
         return outputs
 
-    def _pauses(self) -> Pauses:
-        return _Unwatched(self.processes, self.who)
-
     def _check_agreement(self, outcomes: Mapping[int, Outcome], differences: object) -> None:
         """Check nothing: a test of collectives may enter different ones on purpose."""
-
-
-class _Unwatched(Pauses):
-    """Ends no call early: a test may wait in vain on purpose, until a timeout of torch."""
-
-    def look(self, waiting: object) -> bool:
-        return True

@@ -91,16 +91,13 @@ def _stream_destroy(handle: int) -> _CudaError:
 
 
 def runtime() -> SimpleNamespace:
-    def fine(*_: object) -> _CudaError:
-        return _CudaError.success
-
     return SimpleNamespace(
         cudaError=_CudaError,
         cudaGetErrorString=lambda error: _ERRORS.get(int(error), ("", "unrecognized error code"))[1],
         cudaHostRegister=lambda pointer, size, flags: _CudaError(register(pointer, size)),
         cudaHostUnregister=lambda pointer: _CudaError(unregister(pointer)),
         cudaMemGetInfo=memory_info,
-        cudaProfilerStart=fine,
+        cudaProfilerStart=lambda *_: _CudaError.success,
         cudaProfilerStop=lambda *_: _CudaError.success,
         cudaStreamCreate=_stream_create,
         cudaStreamDestroy=_stream_destroy,
@@ -455,7 +452,7 @@ def _is_acceptable(tensor: torch.Tensor) -> bool:
 
 
 def _nvtx() -> SimpleNamespace:
-    depth = handles = 0
+    depth, handles = 0, itertools.count(1)
 
     def push(message: str) -> int:
         nonlocal depth
@@ -467,22 +464,14 @@ def _nvtx() -> SimpleNamespace:
         depth = max(depth - 1, -1)
         return depth
 
-    def start(*_: object) -> int:
-        nonlocal handles
-        handles += 1
-        return handles
-
-    def nothing(*_: object) -> None:
-        pass
-
     return SimpleNamespace(
         rangePushA=push,
         rangePop=pop,
-        rangeStartA=start,
-        rangeEnd=nothing,
-        markA=nothing,
-        deviceRangeStart=start,
-        deviceRangeEnd=nothing,
+        rangeStartA=lambda *_: next(handles),
+        rangeEnd=lambda *_: None,
+        markA=lambda *_: None,
+        deviceRangeStart=lambda *_: next(handles),
+        deviceRangeEnd=lambda *_: None,
     )
 
 

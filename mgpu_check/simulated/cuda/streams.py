@@ -63,7 +63,7 @@ class Capture:
         self._streams: list[Waiting] = []
         self.broken = False
         self.ended = False
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
 
     def begin_on(self, stream: Waiting) -> Branch:
         """Start recording on a stream, and return its empty branch. The first stream is the origin of the capture."""
@@ -93,10 +93,6 @@ class Capture:
         for stream in self._streams:
             stream.branch = None
         self._streams.clear()
-
-    def reaches_this_thread(self) -> bool:
-        """Return whether a potentially unsafe call of this thread invalidates this capture."""
-        return self.mode == "global" or (self.mode == "thread_local" and self._thread == threading.get_ident())
 
 
 @dataclass(eq=False)
@@ -174,7 +170,7 @@ def abandon() -> None:
 def refuse_in_thread() -> None:
     """Refuse a call that may be unsafe while a stream captures, such as a wait for a whole device."""
     for capture in _under_way:
-        if capture.reaches_this_thread():
+        if capture.mode == "global" or (capture.mode == "thread_local" and capture.thread == threading.get_ident()):
             capture.fail(_UNSUPPORTED)
 
 

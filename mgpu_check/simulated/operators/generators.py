@@ -298,10 +298,6 @@ def _seed() -> None:
     _seeded()[current_index()].seed()
 
 
-def _seed_all() -> None:
-    _manual_seed_all(_seeded()[current_index()].seed())
-
-
 def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
     _generator(device).set_state(new_state)
 
@@ -320,7 +316,7 @@ def install_random(patches: Patches) -> None:
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed_all,
         "seed": _seed,
-        "seed_all": _seed_all,
+        "seed_all": lambda: _manual_seed_all(_seeded()[current_index()].seed()),
         "set_rng_state": _set_rng_state,
         "set_rng_state_all": _set_rng_state_all,
     }
