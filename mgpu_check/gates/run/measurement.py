@@ -259,13 +259,8 @@ class Runs:
 
     def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
         """Return tolerances within which results are surely right, at the end (None) or at an optimizer step."""
-
-        def of(run: ObservedRun) -> dict[Result, torch.Tensor]:
-            return run.values if index is None else run.snapshots[index]
-
-        return steps.granted_at_least(
-            wide(of(self._exact)), [wide(of(run)) for run in self._moved], ROUNDOFF, self._spread
-        )
+        exact, *moved_runs = (wide(_stage(run, index)) for run in (self._exact, *self._moved))
+        return steps.granted_at_least(exact, moved_runs, ROUNDOFF, self._spread)
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
         """Run twice in the precision of the step; the second batch is moved, so that sums round differently."""
@@ -391,20 +386,16 @@ class Runs:
 
     def _assess(self, index: int | None) -> MeasuredStep[Result]:
         """Assess the results at the end (None), or after an optimizer step."""
-
-        def stage(run: ObservedRun) -> Mapping[Result, torch.Tensor]:
-            return run.values if index is None else run.snapshots[index]
-
-        result_names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
-        reference = {name: stage(self._exact)[name].double() for name in result_names}
+        of_exact = _stage(self._exact, index)
+        reference = {name: value.double() for name, value in of_exact.items() if value.is_floating_point()}
 
         def usable(several: Sequence[ObservedRun]) -> list[dict[Result, torch.Tensor]]:
             # Infinities and NaN on one device are compared as such; they are measured as zeros.
-            stages = [stage(run) for run in several if index is None or index < len(run.snapshots)]
+            stages = [_stage(run, index) for run in several if index is None or index < len(run.snapshots)]
             return [
                 {
                     name: torch.where(reference[name].isfinite() & values[name].isfinite(), values[name].double(), 0.0)
-                    for name in result_names
+                    for name in reference
                 }
                 for values in stages
             ]
@@ -417,8 +408,8 @@ class Runs:
         samples = usable([*self._singles[0 if index is None else 1 :], *self._dithered])
         pairs = [pair for runs in self._pairs if len(pair := usable(runs)) == len(_DIRECTIONS)]
         tolerance = dict(assessed.tolerance)
-        for name in result_names:
-            values, dtype = [sample[name] for sample in samples], stage(self._singles[-1])[name].dtype
+        for name in reference:
+            values, dtype = [sample[name] for sample in samples], _stage(self._singles[-1], index)[name].dtype
             if not steps.is_narrow(dtype) and all(torch.equal(values[0], value) for value in values[1:]):
                 continue  # no rounding to a narrow dtype reaches this result
             if not self._precise:
@@ -427,6 +418,11 @@ class Runs:
             both = [(up[name], down[name]) for up, down in pairs]
             tolerance[name] = steps.narrow_tolerance(exact[name], values, both, dtype, self.elements)
         return MeasuredStep(reference, tolerance, assessed.amplification)
+
+
+def _stage(run: ObservedRun, index: int | None) -> Mapping[Result, torch.Tensor]:
+    """Return the results of a run at the end (None), or after an optimizer step."""
+    return run.values if index is None else run.snapshots[index]
 
 
 def _nudge_by(

@@ -536,10 +536,6 @@ _ALL_GATHER = _Parser("all_gather", all_gather, _LISTS, ("output_tensors",), _IN
 _COALESCED = _Parser("allreduce_coalesced", all_reduce, "tensors opts", both=("tensors",), reduces=True)
 
 
-def _parse_allreduce_coalesced(tensors: Sequence[torch.Tensor], opts: Any = None) -> list[TransferCall]:
-    return [call for t in tensors for call in _COALESCED([t], opts)]
-
-
 def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = None) -> list[TransferCall]:
     # One list per rank, with one output per input.
     pairs = zip(zip(*output_lists, strict=True), input_list, strict=True)
@@ -555,7 +551,7 @@ def _each(parse: _Parser) -> Callable[..., list[TransferCall]]:
 
 PARSERS: dict[str, Callable[..., list[TransferCall]]] = {
     "all_reduce": _Parser("all_reduce", all_reduce, "tensors opts timeout", both=_TENSORS, reduces=True),
-    "all_reduce_coalesced": _parse_allreduce_coalesced,
+    "all_reduce_coalesced": lambda tensors, opts=None: [call for t in tensors for call in _COALESCED([t], opts)],
     "broadcast": _Parser("broadcast", broadcast, "tensors opts timeout", both=_TENSORS),
     "reduce": _Parser("reduce", reduce, "tensors opts op timeout", both=_TENSORS, reduces=True),
     "all_gather": _ALL_GATHER,
