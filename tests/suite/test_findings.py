@@ -177,8 +177,6 @@ CASES = (
          "then one step, rank 2: lacks step 2: gradient of 0.weight"),
     Case("SyncBatchNorm", lambda rank: assert_sync_batchnorm_agrees(rank, 5),
          misread("suite.sharded.sync_batchnorm.gradient_or_zeros"), "momentum 0.25"),
-    Case("parameter server", lambda rank: ranks_parallel.assert_parameter_server_agrees(TRAINING, rank),
-         misread("suite.parallelism.handwritten_parallelism.copied"), "one server"),
     Case("tensor parallelism", lambda rank: ranks_parallel.assert_tensor_parallel_agrees(TRAINING, rank),
          misread("suite.parallelism.handwritten_parallelism.seen"), "divided between"),
     Case("parallelized modules", lambda rank: assert_parallelized_modules_agree(TRAINING, rank),

@@ -29,7 +29,6 @@ from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.training.cases import ExactTraining, WholeRun
-from mgpu_check.oracles.training.gradient_exchange import Update
 from mgpu_check.oracles.training.training_steps import split, weighted
 from mgpu_check.torch_hooks.tensors import copied
 
@@ -458,18 +457,6 @@ def own_results(training: ExactTraining, expected: Mapping[str, torch.Tensor], r
     """Return the results of one device that this rank must have: outputs of its own samples, and all others."""
     own = split(torch.arange(training.batch), rank.size)[rank.index]
     return {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
-
-
-def update_of(training: ExactTraining) -> Update:
-    """Return the step of `sgd`, written by hand, for a store that keeps one tensor per parameter."""
-    velocity: dict[int, torch.Tensor] = {}
-
-    def update(value: torch.Tensor, gradient: torch.Tensor) -> None:
-        moved = velocity.get(value.data_ptr())
-        velocity[value.data_ptr()] = gradient if moved is None else training.momentum * moved + gradient
-        value -= training.rate * velocity[value.data_ptr()]
-
-    return update
 
 
 def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:

@@ -30,7 +30,6 @@ from mgpu_check.suite.common.faults.planting import (
     dtype,
     given,
     is_last,
-    keyword,
     optimized,
     returned,
     slices,
@@ -159,19 +158,6 @@ def _turned_off_within(self: DDP, restored: bool | None = None) -> Iterator[None
     self.require_backward_grad_sync = before if restored is None else restored
 
 
-def _values_kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """Make ranks that joined early keep the values `values_of` of their own model at the end of ``join``."""
-
-    def sync(real: Any, self: DDP, is_last_joiner: bool) -> None:
-        kept = [] if is_last_joiner else [(value, value.detach().clone()) for value in values_of(self.module)]
-        real(self, is_last_joiner)
-        with torch.no_grad():
-            for value, before in kept:
-                value.copy_(before)
-
-    return around(DDP, "_sync_final_model")(sync)
-
-
 @fault("a full backward hook is called twice for the second step", "test_gradient_hooks",
        by=around(nn.Module, "register_full_backward_hook"), when="second step")  # fmt: skip
 def backward_hook_called_twice(real: Any, self: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,22 +173,6 @@ register(
         around(DDP, "no_sync"), lambda real, self: _turned_off_within(self, restored=True), "no_sync within no_sync"),
     FaultRow("no-sync-goes-on", "no_sync does not end when an exception leaves it", "test_accumulation",
         around(DDP, "no_sync"), lambda real, self: _turned_off_within(self), "an exception within no_sync"),
-    FaultRow("join-divides-by-all", "join divides by the number of all ranks in any case", "test_uneven_inputs",
-        around(DDP, "join"),
-        lambda real, self, **options: real(self, **(options | {"divide_by_initial_world_size": True})),
-        keyword("divide_by_initial_world_size", False)),
-    FaultRow("join-does-not-throw", "join ignores throw_on_early_termination", "test_uneven_inputs",
-        around(DDP, "join"),
-        lambda real, self, **options: real(self, **(options | {"throw_on_early_termination": False})),
-        keyword("throw_on_early_termination", True), least_gpus=2),
-    FaultRow("join-ends-with-the-last-rank",
-        "join ends with the model of the last rank instead of the one that trained longest", "test_uneven_inputs",
-        around(DDP, "_find_common_rank"), lambda real, self, rank, *_: real(self, rank, True),
-        "the last rank runs out of batches before another", least_gpus=2),
-    FaultRow("joined-ranks-left-behind", "ranks that joined early do not get the final parameters",
-        "test_uneven_inputs", _values_kept, lambda module: module.parameters()),
-    FaultRow("joined-ranks-keep-buffers", "ranks that joined early get the final parameters, but not the buffers",
-        "test_uneven_inputs", _values_kept, lambda module: module.buffers(), "buffers", least_gpus=2),
     FaultRow("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called",
         "test_gradient_hooks", around(torch.Tensor, "register_hook"),
         lambda real, self, hook: real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)),

@@ -98,13 +98,6 @@ def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
     ranks.run("mgpu_check.suite.distributed.training:assert_accumulation_exact", runs, size=size)
 
 
-@examples(8, quick=1)
-@given(size=mostly_all(), runs=whole_runs(("mlp",)))
-def test_uneven_inputs(ranks: Ranks, size: int, runs: Runs) -> None:
-    """join: ranks without batches leave the mean to others and end with their parameters, or all ranks stop."""
-    ranks.run("mgpu_check.suite.distributed.training:assert_uneven_inputs_joined", runs, size=size)
-
-
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=4, most=4))
 def test_gradient_hooks(ranks: Ranks, size: int, runs: Runs) -> None:

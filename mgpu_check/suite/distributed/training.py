@@ -170,34 +170,21 @@ class Replica:
         message = f"{self.label}, {when}, rank {rank}, gradient of {name}: {off}"
         self.findings.require(off is None, message, ranks=[rank])
 
-    def judge_mean(self, shard_gradients: list[Gradients], divisor: int) -> None:
-        """Compare gradients with the sum of the parts divided by `divisor`, in place of the number of ranks."""
-        size = self.member.size
-        for name, parameter in self.module.named_parameters():
-            terms = oracle.terms_of(shard_gradients, name)
-            expected = torch.stack(terms).sum(0) * (size / divisor)
-            # The divisor need not be a power of two, even if the number of ranks is.
-            exact = divisor == size and not size & (size - 1)
-            tolerance = 0.0 if exact else oracle.slack(parameter.dtype, 3, terms) * size
-            self.judge_gradient(name, parameter, expected, tolerance, f"step {self.number}")
-
-    def finish(self, shard_gradients: list[Gradients], *, from_exact: bool = False) -> None:
-        """Take the optimizer's step, compare parameters, and make them whole numbers again.
-        With `from_exact` step with the exact gradients, because DDP has scaled its own differently."""
+    def finish(self, shard_gradients: list[Gradients]) -> None:
+        """Take the optimizer's step, compare parameters, and make them whole numbers again."""
         expected = oracle.total(shard_gradients)
-        self.put_exact(expected, always=from_exact)
+        self.put_exact(expected)
         self.optimizer.step()
         self.one.step(expected)
         self.judge_parameters()
-        if not from_exact:
-            # So far each rank has only been compared with its own single device.
-            self.agree_with_others(oracle.parameters_of(self.module), f"parameters after step {self.number}")
+        # So far each rank has only been compared with its own single device.
+        self.agree_with_others(oracle.parameters_of(self.module), f"parameters after step {self.number}")
         self.settle()
 
-    def put_exact(self, expected: Gradients, *, always: bool = False) -> None:
+    def put_exact(self, expected: Gradients) -> None:
         """Replace gradients of DDP, already compared, that may be rounded, so that steps start with whole numbers."""
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
-        if always or narrow or self.member.size & (self.member.size - 1):
+        if narrow or self.member.size & (self.member.size - 1):
             for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None and (value := expected[name]) is not None:
                     parameter.grad.copy_(value)
@@ -429,91 +416,6 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
 
 class _AbandonedBatch(Exception):
     """A micro-batch that is abandoned, as when memory runs out."""
-
-
-def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that `join` lets ranks with fewer batches wait for the others, and that gradients have the right mean.
-
-    With divide_by_initial_world_size the mean is over all ranks, without it over those that still train. All ranks end
-    with the parameters and buffers of the rank that has trained longest. With throw_on_early_termination all ranks
-    raise as soon as one has no batch left.
-    """
-    with judged() as findings:
-        for number, run in enumerate(runs):
-            initial = bool((run.seed + number) % 2)
-            _join(run, rank, findings, initial, list(range(1, rank.size + 1)))
-            if rank.size > 1:
-                shift = 1 + run.seed % (rank.size - 1)
-                _join(run, rank, findings, not initial, [1 + (index + shift) % rank.size for index in range(rank.size)])
-            _stop_together(run, rank, findings)
-        _join_with_buffers(rank, findings)
-        _join(runs[0], rank, findings, True, [2] * rank.size, enable=False)
-
-
-def _join(
-    run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: Sequence[int], *, enable: bool = True
-) -> None:
-    """Train each rank on its number of batches in `counts`; `initial` is divide_by_initial_world_size."""
-    label = f"join of {counts} batches, divide_by_initial_world_size={initial}, enable={enable}"
-    replica = Replica(run, rank, findings, label=label)
-    batches = run.batches()
-    with replica.parallel.join(divide_by_initial_world_size=initial, enable=enable):
-        for turn in range(counts[rank.index]):
-            shards = replica.shards(batches[turn % run.steps])
-            active = [index for index, count in enumerate(counts) if count > turn]
-            replica.number = turn + 1
-            replica.optimizer.zero_grad()
-            replica.backward(shards[rank.index])
-            shard_gradients = replica.one.parts([shards[index] for index in active])
-            replica.judge_mean(shard_gradients, rank.size if initial else len(active))
-            replica.finish(shard_gradients, from_exact=True)
-    if counts[rank.index] == max(counts):
-        # Only here has the single device taken all steps; the comparison of replicas below covers the other ranks.
-        replica.judge_parameters()
-    replica.agree_with_others(replica.module, "at the end")
-
-
-class _CallCounter(nn.Linear):
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__(1, 1)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-def _join_with_buffers(rank: Rank, findings: Findings) -> None:
-    """Check that all ranks end with the buffers of the rank that trains longest, which is in the middle of many."""
-    longest = rank.size // 2
-    count = 4 if rank.index == longest else 1 + rank.index % 3
-    layer = _CallCounter().to(rank.device)
-    parallel = under_ddp(layer, rank.device)
-    with parallel.join():
-        for _ in range(count):
-            parallel(torch.ones(1, 1, device=rank.device)).sum().backward()
-    calls, of_longest = int(layer.calls), f"expected 4, as on rank {longest}, which has trained on the most"
-    text = f"a buffer that counts batches ends as {calls}, {of_longest}"
-    require(findings, rank, calls == 4, f"DDP on {rank.size} ranks, join", text)
-
-
-def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
-    """Check that with throw_on_early_termination all ranks raise, and stop, when rank 0 has no batch left."""
-    replica = Replica(run, rank, findings, label="join, throw_on_early_termination=True")
-    shard = replica.shards(replica.next_batch())[rank.index]
-    done, raised = 0, False
-    try:
-        with replica.parallel.join(throw_on_early_termination=True):
-            for _ in range(rank.index + 1):
-                replica.backward(shard)
-                done += 1
-    except RuntimeError:
-        raised = True
-    where = f"{replica.label}, rank {rank.index} of {rank.size}, where rank 0 has one batch"
-    text = f"trained on {done} batches, expected 1, and {'raised' if raised else 'did not raise'}"
-    findings.require(done == 1 and raised == (rank.size > 1), f"{where}: {text}", ranks=[rank.index])
 
 
 def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:

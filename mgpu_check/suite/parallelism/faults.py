@@ -365,8 +365,8 @@ register(
 )  # fmt: skip
 
 
-_STORE, _SERVER, _APART, _LOOP, _MODEL, _STEPS, _ALLREDUCE, _TENSOR, _PIPELINE = (
-    "test_key_value_store", "test_parameter_server", "test_replicas_are_apart", "test_training_loop",
+_APART, _LOOP, _MODEL, _STEPS, _ALLREDUCE, _TENSOR, _PIPELINE = (
+    "test_replicas_are_apart", "test_training_loop",
     "test_model_parallelism", "test_steps_over_devices", "test_allreduce_by_hand", "test_tensor_parallelism_by_hand",
     "test_pipeline_by_hand",
 )  # fmt: skip
@@ -387,11 +387,6 @@ register(
     FaultRow("infinite-norms-accepted", "clip_grad_norm_ accepts an infinite norm", _STEPS,
         around(clip_grad, "_get_total_norm"),
         lambda norm, tensors, order, error, *rest: norm(tensors, order, False, *rest), "error_if_nonfinite"),
-    FaultRow("store-overwrites", "the store uses the last gradient instead of the sum", _STORE,
-        given(gradient_exchange.KeyValueStore, "push"), lambda store, key, gradients: (store, key, gradients[-1:])),
-    FaultRow("pull-misses-a-device", "one device does not get the parameters that it pulls from the store", _STORE,
-        given(gradient_exchange.KeyValueStore, "pull"),
-        lambda store, key, out: (store, key, [tensor for tensor in out if tensor.device.index != 1]), "cuda:1 only"),
     FaultRow("replica-is-the-source", "replicas on the device of the source are the source itself", _APART,
         around(training_steps, "replicate"),
         lambda real, parameters, devices: [
@@ -412,16 +407,6 @@ register(
         returned(model_parallel.Branched, "forward"),
         lambda out, model, x: out - model.branches[0](x.to(model.devices[0])).to(out.device),
         When("three branches", lambda out, model, x: len(model.devices) > 2)),
-    FaultRow("worker-left-out", "the server leaves out the gradient of the last worker", _SERVER,
-        given(gradient_exchange, "push_and_pull"),
-        lambda parameters, gradients, *_: (
-            parameters, [torch.zeros_like(gradient) if is_last() else gradient for gradient in gradients])),
-    FaultRow("own-gradient-twice", "a server that is not rank 0 counts its own gradient twice", _SERVER,
-        given(gradient_exchange, "push_and_pull"),
-        lambda parameters, gradients, update, homes: (
-            parameters,
-            [own * (1 + (home == dist.get_rank() != 0)) for own, home in zip(gradients, homes, strict=True)]),
-        "parameters on a server other than rank 0"),
     FaultRow("gradient-of-inputs-local", "the gradient of inputs that all ranks hold is not summed over them", _TENSOR,
         around(model_parallel, "copy_to_ranks"), lambda real, x: x),
     FaultRow("gradient-stops-in-the-middle", "gradients of a middle stage do not reach the previous stage", _PIPELINE,
@@ -535,17 +520,6 @@ def message_repeated(kept: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> Any
     old = kept.get(tensor.shape)
     kept[tensor.shape] = tensor.detach().clone()
     return (old.to(tensor.dtype) + 1,) if strikes and old is not None else None
-
-
-@fault("workers continue with the parameters of the previous step", _SERVER,
-       by=keeping(around(gradient_exchange, "push_and_pull")),
-       when="from the second step on, on the last rank")  # fmt: skip
-def stale_parameters_pulled(kept: Any, real: Any, parameters: Sequence[torch.Tensor], *args: Any) -> None:
-    before = [value.detach().clone() for value in parameters]
-    real(parameters, *args)
-    if kept.setdefault("calls", Count()).every(2) and is_last():
-        for value, old in zip(parameters, before, strict=True):
-            value.detach().copy_(old)
 
 
 @fault("every rank adds the bias before the sum", _TENSOR, by=around(model_parallel.RowLinear, "forward"))

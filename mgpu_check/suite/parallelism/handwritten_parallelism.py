@@ -17,7 +17,7 @@ from torch import nn
 
 from mgpu_check.asserts.collectives import assert_allreduce_matches
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.models import assert_gradients_agree, assert_replicas_agree, assert_same, gradient_or_zeros
+from mgpu_check.asserts.models import assert_gradients_agree, assert_replicas_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
@@ -29,10 +29,8 @@ from mgpu_check.oracles.training.reference_training import (
     DocumentedSteps,
     adam_tolerance,
     one_device,
-    own_part,
     seen,
     sgd,
-    update_of,
 )
 from mgpu_check.suite.recipes import model_parallel
 from mgpu_check.torch_hooks.tensors import copied
@@ -87,33 +85,6 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
         (recipe.weighted(single(inputs.double()), factors.double()) / len(inputs)).backward()
         optimizer.step()
     assert_same(trained[0], recipe.observed(single), label)
-
-
-def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that training by `gradient_exchange.KeyValueStore` gives one device's parameters, on all devices."""
-    label = f"parameter server on {len(devices)} devices"
-    store = gradient_exchange.KeyValueStore(devices, update_of(training))
-    parameter_names = [name for name, _ in training.model().named_parameters()]
-    for turn, (name, value) in enumerate(training.model().named_parameters()):
-        store.init(name, value)
-        if store.home(name) != devices[turn % len(devices)]:
-            raise ReplicaMismatch(f"{label}: the store keeps {name!r} on {store.home(name)}")
-    workers = [training.model().to(device) for device in devices]
-    got: dict[str, torch.Tensor] = {}
-    with full_precision():
-        for step, (inputs, factors) in enumerate(training.batches(), 1):
-            shards = zip(recipe.split(inputs, len(devices)), recipe.split(factors, len(devices)), strict=True)
-            for worker, device, (x, y) in zip(workers, devices, shards, strict=True):
-                worker.zero_grad()
-                recipe.weighted(worker(x.to(device)), y.to(device)).backward()
-            for name in parameter_names:
-                parameters = [worker.get_parameter(name) for worker in workers]
-                store.push(name, [recipe.gradient_of(value) for value in parameters])
-                store.pull(name, parameters)
-            assert_replicas_agree(workers, what=f"{label}, step {step}")
-            got |= {f"step {step}: {name}": copied(workers[-1].get_parameter(name)) for name in parameter_names}
-    expected = one_device(training)
-    assert_same(got, {name: expected[name] for name in got}, label)
 
 
 def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
@@ -370,29 +341,6 @@ def _terms(elements: int, dtype: torch.dtype, count: int, seed: int) -> list[tor
     most = max(1, 120 // count)
     index = torch.arange(elements)
     return [((index * 7 + rank * 5 + seed) % most + 1).to(dtype) for rank in range(count)]
-
-
-def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that ranks with a parameter server have the parameters of one device after each step. A collective.
-    Runs once with one server, and once with the parameters divided among all ranks. Servers keep the momentum."""
-    expected = one_device(training)
-    with Findings() as findings:
-        for name, servers in (("one server", 1), ("a sharded server", rank.size)):
-            model = training.model().to(rank.device)
-            parameters = list(model.parameters())
-            homes = [key % servers for key in range(len(parameters))]
-            update = update_of(training)
-            got: dict[str, torch.Tensor] = {}
-            with full_precision():
-                for step, (inputs, factors) in enumerate(training.batches(), 1):
-                    model.zero_grad()
-                    x, y = own_part((inputs, factors), rank)
-                    recipe.weighted(model(x), y).backward()
-                    gradients = [gradient_or_zeros(parameter) for parameter in parameters]
-                    gradient_exchange.push_and_pull(parameters, gradients, update, homes)
-                    got |= {f"step {step}: {key}": copied(value) for key, value in model.named_parameters()}
-            with findings.collected():
-                assert_same(got, {key: expected[key] for key in got}, f"{name}, on {rank.device}", rank.index)
 
 
 def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:

@@ -46,21 +46,6 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
         ranks.run(f"{BY_HAND}:assert_allreduce_by_hand_matches", seed, size=size)
 
 
-@examples(14, quick=2)
-@given(sizes=strategies.world_pairs(), training=TRAININGS)
-def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Ranks that push gradients to one server or a sharded server, and pull parameters, train like one device."""
-    for size in sizes:
-        ranks.run(f"{BY_HAND}:assert_parameter_server_agrees", training, size=size)
-
-
-@examples(14, quick=5)
-@given(training=TRAININGS, order=ORDERS)
-def test_key_value_store(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
-    """A parameter store on the devices of one process adds up gradients, steps, and gives all the same parameters."""
-    NamedFunction(f"{BY_HAND}:assert_store_agrees")(training, [gpus[index] for index in order])
-
-
 @examples(14, quick=4)
 @given(training=TRAININGS, order=ORDERS)
 def test_replicas_are_apart(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:

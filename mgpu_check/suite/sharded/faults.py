@@ -1,4 +1,4 @@
-"""Planted faults of sharding: meshes, DTensors, FSDP2 and FSDP1, SyncBatchNorm, and checkpoints."""
+"""Planted faults of sharding: meshes, DTensors, FSDP2, SyncBatchNorm, and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from torch.distributed.checkpoint import default_planner, planner_helpers, stagi
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_sharded_data_parallel
-from torch.distributed.fsdp import _runtime_utils as runtime
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -196,7 +194,6 @@ def last_of_few_rows_negated(dtensor: DTensor, *_: Any, **__: Any) -> None:
 
 fully_shard = caught_by("test_fully_shard")
 mixed_precision = caught_by("test_mixed_precision")
-flat_parameters = caught_by("test_flat_parameters")
 
 _ACCUMULATE = "accumulate_unsharded_grad_if_needed"
 
@@ -326,16 +323,6 @@ def third_micro_batch_dropped(self: Any) -> None:
         new.zero_()
 
 
-@flat_parameters("hybrid strategies of FSDP1 do not reduce gradients over replicas", around(runtime, "_reduce_grad"),
-    "HYBRID_SHARD")  # fmt: skip
-def flat_repeats_not_reduced(real: Any, state: Any, handle: Any) -> None:
-    strategy, handle._sharding_strategy = handle._sharding_strategy, HandleShardingStrategy.FULL_SHARD
-    try:
-        real(state, handle)
-    finally:
-        handle._sharding_strategy = strategy
-
-
 register(
     __name__,
     FaultRow("divisor-rounded", "the number that divides gradients is rounded to a power of two",
@@ -355,18 +342,6 @@ register(
             "cast_forward_inputs=False")
         for _ in range(hasattr(FSDPState, "_cast_forward_inputs"))
     ),
-    FaultRow("flat-inputs-cast-anyway", "FSDP1 casts inputs in spite of cast_root_forward_inputs=False",
-        "test_options_of_flat_parameters", around(runtime, "_root_cast_forward_input"),
-        lambda real, state, _, args, kwargs: torch.distributed.utils._cast_forward_inputs(
-            state.mixed_precision.param_dtype, *args, **kwargs), "cast_root_forward_inputs=False"),
-    FaultRow("hook-of-flat-copy", "the communication hook of FSDP1 gets a copy of the gradients",
-        "test_options_of_flat_parameters", given(FullyShardedDataParallel, "register_comm_hook"),
-        lambda self, state, hook: (self, state, lambda state, gradient, *rest: hook(state, gradient.clone(), *rest)),
-        "register_comm_hook, gradients that stay whole"),
-    FaultRow("summoned-always-written-back", "summon_full_params ignores writeback=False",
-        "test_options_of_flat_parameters", given(fully_sharded_data_parallel, "_unshard_params"),
-        lambda model, recurse, writeback, first_only, *_: (model, recurse, not first_only),
-        "writeback=False on all ranks"),
     FaultRow("hook-of-a-copy", "a hook after the reduction gets a copy of gradients", "test_options_of_fully_shard",
         given(FSDPModule, "set_all_reduce_hook"),
         lambda self, hook, **_: (self, lambda reduced: hook(reduced.clone())), "set_all_reduce_hook"),
@@ -401,9 +376,6 @@ register(
         returned(FSDPParam, "init_dtype_attrs"), lambda result, self, policy: setattr(self, "reduce_dtype", None),
         When("MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
             lambda result, self, policy: policy.param_dtype is None)),
-    FaultRow("norm-of-the-part", "FSDP1 clips by the norm of each rank's part", "test_flat_parameters",
-        around(FullyShardedDataParallel, "clip_grad_norm_"), lambda real, self, max_norm, norm_type=2.0:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type), "several ranks"),
     FaultRow("half-of-a-pair-lost", "parameters resharded to two ranks after forward return as zeros on the second",
         "test_fully_shard", returned(FSDPParam, "to_sharded_post_forward"),
         lambda result, self: _clear(self._sharded_post_forward_param_data),
@@ -413,10 +385,6 @@ register(
         "test_clipping", returned(clip_grad, "_get_total_norm"),
         lambda norm, tensors, *_, **__: norm * tensors[0].device_mesh.size(),
         When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **kwargs: norm_type == float("inf"))),
-    FaultRow("unsynchronized-gradients-forgotten", "gradients of a flat parameter under no_sync are forgotten",
-        "test_flat_parameters", given(runtime, "_post_backward_hook"),
-        lambda state, handle, *_: handle.flat_param.grad is not None and handle.flat_param.grad.zero_(),
-        When("no_sync", lambda state, *args: not state._sync_gradients)),
     FaultRow("last-of-a-group-forgotten", "the last of several layers sharded together has no gradient",
         "test_fully_shard", given(FSDPParamGroup, "post_backward"),
         lambda self, *_: [param.unsharded_param.grad.zero_() for param in self.fsdp_params[-1:]

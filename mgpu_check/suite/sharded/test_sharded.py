@@ -111,22 +111,6 @@ def test_options_of_fully_shard(ranks: Ranks, size: int, training: ExactTraining
 
 
 @examples(6, quick=1)
-@given(size=WORLDS, training=TRAININGS)
-def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> None:
-    """A model in `FullyShardedDataParallel` trains like on one device with each strategy, and has the same full state
-    dicts."""
-    for check in ("assert_flat_parameters_agree", "assert_flat_states_agree"):
-        ranks.run(f"{CHECKS}.flat_parameters:{check}", training, size=size)
-
-
-@examples(2, quick=1)
-@given(size=WORLDS, training=TRAININGS, more=MORE)
-def test_options_of_flat_parameters(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
-    """A model in `FullyShardedDataParallel` trains like on one device with each pair of its options."""
-    ranks.run(f"{CHECKS}.flat_parameters:assert_flat_options_agree", training, more=more, size=size)
-
-
-@examples(6, quick=1)
 @given(size=WORLDS, seed=SEEDS)
 def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
     """Mixed precision of `fully_shard` computes and reduces in the dtypes of its policy; parameters stay float32."""
