@@ -190,13 +190,24 @@ def _product_in_another_dtype(name: str) -> Callable[..., Tensor]:
     return run
 
 
+def _histc(t: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Count integers, too, as CUDA does, and the CPU does not (aten/src/ATen/native/cuda/SummaryOps.cu, torch 2.13)."""
+    wide = t if t.is_floating_point() else t.double()
+    return torch.histc(wide, bins, min, max).to(t.dtype)
+
+
 _PRODUCTS = {
     f"aten::{name}.{overload}": _on_cpu(f"aten::{name}", _product_in_another_dtype(name))
     for name in ("mm", "bmm", "addmm", "baddbmm")
     for overload in ("dtype", "dtype_out")
 }
 
-KERNELS = _WRITTEN_HERE | _PRODUCTS | {name: _on_cpu(name, kernel) for name, kernel in _OF_ATTENTION.items()}
+KERNELS = (
+    _WRITTEN_HERE
+    | _PRODUCTS
+    | {"aten::histc": _on_cpu("aten::histc", _histc)}
+    | {name: _on_cpu(name, kernel) for name, kernel in _OF_ATTENTION.items()}
+)
 """Operator, or overload of an operator -> its kernel."""
 
 
