@@ -17,6 +17,7 @@ _COMMANDS = {
     "devices": "list the GPUs that torch sees here",
     "doctor": "say whether ranks can run on this machine, and what to change",
     "init": "write a first test for the training script of this directory, and run it",
+    "model": "train a model in each kind of parallelism, and on one device: model transformers:Qwen3ForCausalLM",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
     "record": "write the trace of a run, to compare with: record --gpus=4 --out=a.trace -- train.py --args",
     "selftest": "plant every known fault and show which checks catch it; --quick: 1/15 of them",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["CLIENTS", "GATES", "Client", "Expected", "Gate"]
+__all__ = ["CLIENTS", "GATES", "MODELS", "Client", "Expected", "Gate"]
 
 
 @dataclass(frozen=True)
@@ -276,3 +276,11 @@ GATES = (
     megatron("_wrong_dimension", "linear_fc1.weight: dimension 1 is divided among 2 ranks"),
     megatron("_wrong_stride", "linear_fc1.weight", mistake="blocks-in-other-order"),
 )
+
+TIED = "are one tensor on one device, and several here: it is equal with tied weights: untied"
+MODELS = {
+    "transformers:Qwen3ForCausalLM": Expected(0, ("trains as on one device under ddp, fsdp2, tp, tp-layers\n",)),
+    "transformers:MixtralForCausalLM": Expected(0, ("trains as on one device under ddp, fsdp2, tp, tp-layers, ep\n",)),
+    "transformers:GPT2LMHeadModel": Expected(1, (TIED, "trains as on one device under ddp, fsdp2; differs under tp-l")),
+}
+"""Target of `mgpu-check model` -> what it says on two simulated GPUs; the first part is the library that it needs."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients import CLIENTS, GATES, Client, Expected, Gate
+from clients import CLIENTS, GATES, MODELS, Client, Expected, Gate
 
 HERE = Path(__file__).parent
 OURS = [sys.executable, "-m", "mgpu_check"]
@@ -29,6 +29,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend
 PYTEST_INI = "[pytest]\npythonpath = .\naddopts = -p no:cacheprovider --import-mode=importlib\n"
 LONGEST = 900.0  # seconds, for a client that hangs
 SIMULATED = {0: "runs", 1: "fails"}
+EXAMINED = {0: "equal in each way", 1: "differs"}
 COMPARED = {0: "equal", 1: "differs", 2: "not comparable"}
 
 
@@ -99,6 +100,11 @@ def compared(client: Client, directory: Path, quiet: bool) -> Done:
     options = ["--gpus=2", "--simulate", "--timeout=120", *client.options]
     command = [*OURS, "compare", *options, "--", client.script, *client.arguments]
     return verdict(client.compare, command, directory, quiet, COMPARED)
+
+
+def examined(target: str, directory: Path, quiet: bool) -> Done:
+    options = ["--gpus=2", "--simulate", "--ways=ddp,fsdp2,tp,tp-layers,ep", "--time=10m", "-k", "not options"]
+    return verdict(MODELS[target], [*OURS, "model", target, *options], directory, quiet, EXAMINED)
 
 
 def gated(chosen: Sequence[Gate], directory: Path, quiet: bool) -> dict[str, Done]:
@@ -172,13 +178,17 @@ def main() -> int:
     words = given.only or [""]
     clients = [client for client in CLIENTS if any(word in client.name for word in words)]
     gates = [gate for gate in GATES if any(word in gate.test for word in words)]
+    models = [target for target in MODELS if any(word in target for word in words)]
     if given.list:
-        print("\n".join([client.name for client in CLIENTS] + [gate.test for gate in GATES]))
+        print("\n".join([client.name for client in CLIENTS] + [gate.test for gate in GATES] + [*MODELS]))
         return 0
-    if not clients and not gates:
-        parser.error(f"--only: no client and no gate has {' or '.join(words)} in its name; --list prints all of them")
+    if not clients and not gates and not models:
+        parser.error(
+            f"--only: no client, gate or model has {' or '.join(words)} in its name; --list prints all of them"
+        )
     missing = {one.name: one.package for one in clients if not installed(one.package)}
     missing |= {one.test: one.package for one in gates if not installed(one.package)}
+    missing |= {target: target.partition(":")[0] for target in models if not installed(target.partition(":")[0])}
     scripts: dict[str, tuple[Done, Done]] = {}
     tests: dict[str, Done] = {}
     with tempfile.TemporaryDirectory(prefix="mgpu-check-clients-") as made:
@@ -196,6 +206,7 @@ def main() -> int:
         if there := [gate for gate in gates if gate.test not in missing]:
             print("\n  gate", flush=True)
             tests = gated(there, directory, given.quiet)
+        tests |= {target: examined(target, directory, given.quiet) for target in models if target not in missing}
         for name, done in tests.items():
             print(f"  {name:<28} {done}   {done.said}", flush=True)
     print("", *table(scripts, tests), "", sep="\n")
@@ -206,7 +217,9 @@ def main() -> int:
         print(f"WRONG: {name}: {why}")
     for name, package in missing.items():
         print(f"left out: {name}: {package} is not installed")
-    print(f"{len(scripts)} clients, {len(tests)} gates, {len(missing)} left out, {len(wrong)} verdicts wrong")
+    print(
+        f"{len(scripts)} clients, {len(tests)} gates and models, {len(missing)} left out, {len(wrong)} verdicts wrong"
+    )
     return 1 if wrong else 0
 
 

@@ -169,11 +169,19 @@ def files(package: ModuleType = mgpu_check.suite) -> list[str]:
 
 
 def _paths(package: ModuleType) -> dict[str, Path]:
-    return {path.name: path for path in Path(package.__path__[0]).glob("*/test_*.py")}
+    return {path.name: path for path in Path(package.__path__[0]).rglob("test_*.py")}
 
 
-def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = mgpu_check.suite) -> int:
-    """Run pytest on a package of tests, quietly. Do not read configuration from, or write to, the current directory."""
+def run(
+    arguments: Sequence[str],
+    plugins: Sequence[Any],
+    package: ModuleType = mgpu_check.suite,
+    preload: Sequence[str] = (),
+) -> int:
+    """Run pytest on a package of tests, quietly. Do not read configuration from, or write to, the current directory.
+
+    `preload`: modules that ranks import, besides those of the suite.
+    """
     # The plugin is named explicitly, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set.
     ours = ["-q", "-c", str(Path(package.__path__[0], "pytest.ini")), "-p", "mgpu_check", "-p", "no:cacheprovider"]
     paths = _paths(package)
@@ -184,7 +192,7 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
         for before, word in zip(["", *arguments], arguments, strict=False)
     ]
     named = {Path(word.partition("::")[0]) for word in chosen} & set(paths.values())
-    preload = modules_of_ranks(named or paths.values()) if package is mgpu_check.suite else []
+    preload = modules_of_ranks(named or paths.values()) if package is mgpu_check.suite else preload
     if chosen == list(arguments):
         ours += ["--pyargs", package.__name__]
     scratch = Scratch.new("suite")

@@ -195,12 +195,13 @@ def _assert_scales(
 
             raise hang_of(trials, hang) from None
         if failed is not None:
-            raise _mismatch(trials, failed, [size for size, mesh in worlds if not mesh]) from failed.error
+            raise mismatch_of(trials, failed, [size for size, mesh in worlds if not mesh]) from failed.error
     trials.finish(worlds, unjudged)
     try_seeds(trials)
 
 
-def _mismatch(trials: Trials, failed: Trial, sizes: Sequence[int]) -> ScalingMismatch:
+def mismatch_of(trials: Trials, failed: Trial, sizes: Sequence[int]) -> ScalingMismatch:
+    """Diagnose a failed trial, on the fewest axes that show it, and return the error with the report."""
     from mgpu_check.gates.explanation.failure_report import report_of
     from mgpu_check.gates.explanation.investigation import failure_of, shrunk_to_axes
 

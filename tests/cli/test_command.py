@@ -29,7 +29,7 @@ from tests.plugin.conftest import wait_for
         (
             *("device", 4),
             [
-                "'device' is no command; choose one of accept, compare, devices, doctor, init, pytest, record, selftest, "
+                "'device' is no command; choose one of accept, compare, devices, doctor, init, model, pytest, record, "
             ],
         ),
         ("selftest --such", 4, ["mgpu-check selftest: error: unrecognized arguments: --such"]),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.compare.fake_data import evidence, forms
 from mgpu_check.compare.fake_data.forms import SAMPLES, Request
+from mgpu_check.small_models import small_settings
 from mgpu_check.torch_hooks.patches import Patches, around
 
 if TYPE_CHECKING:
@@ -133,18 +134,6 @@ def _timm(area: Area, original: Any, model_name: str, pretrained: bool = False, 
         return original(model_name, False, **kwargs)
 
 
-_SIZES = {
-    key: size
-    for size, keys in (
-        (32, "hidden_size d_model n_embd embed_dim word_embed_proj_dim dim d_kv projection_dim embedding_size"),
-        (64, "intermediate_size moe_intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff hidden_dim"),
-        (2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"),
-        (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
-        (4, "num_local_experts num_experts n_routed_experts"),
-    )
-    for key in keys.split()
-} | {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 512}
-_SIZES |= {"pad_token_id": 0, "bos_token_id": 5, "eos_token_id": 6}
 _TASKS = (("CausalLM", "llama"), ("Seq2Seq", "t5"), ("Image", "vit"), ("Speech|Audio|CTC", "wav2vec2"), ("", "bert"))
 """The class of a model -> the type of its model, if neither its name nor the class contain it."""
 _ROLES = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
@@ -164,13 +153,6 @@ def _family(name: str, asked: type) -> str:
     of_class = str(getattr(getattr(asked, "config_class", None) or asked, "model_type", ""))
     of_task = next(kind for task, kind in _TASKS if re.search(task, asked.__name__))
     return of_class or max(known, key=len, default=of_task)
-
-
-def _small(config: Any) -> dict[str, Any]:
-    """Return the settings of a small model, in place of those of a configuration of transformers."""
-    small = {key: size for key, size in _SIZES.items() if isinstance(getattr(config, key, None), int)}
-    parts = {part: getattr(config, part, None) for part in ("text_config", "vision_config")}
-    return small | {part: _small(inner) for part, inner in parts.items() if hasattr(inner, "to_dict")}
 
 
 def _tokenizer(path: str, family: str) -> None:
@@ -199,7 +181,7 @@ def _model_directory(path: str, request: Request, options: forms.Options) -> Non
 
     os.makedirs(path)
     kind = request.hints["type"]
-    settings = {"model_type": kind, **_small(CONFIG_MAPPING[kind]()), **options.setdefault("config", {})}
+    settings = {"model_type": kind, **small_settings(CONFIG_MAPPING[kind]()), **options.setdefault("config", {})}
     Path(path, "config.json").write_text(json.dumps(settings), encoding="utf-8")
     Path(path, "preprocessor_config.json").write_text("{}", encoding="utf-8")
     _tokenizer(path, kind)

@@ -29,7 +29,7 @@ from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.comparison.relations import RANDOM, allowed_for, close, ranks_changed, repeats
 from mgpu_check.gates.explanation.evidence import calls_of, evidence_of, unlike
 from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn, late_hang
-from mgpu_check.gates.gate_arguments import definition_of, wants_world_size
+from mgpu_check.gates.gate_arguments import wants_world_size
 from mgpu_check.gates.run.hypotheses import left_on_cpu, run_block_orders, run_hypotheses
 from mgpu_check.gates.run.interventions import (
     part_of,
@@ -604,7 +604,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     """
     if failed.relations is None:
         assert failed.error is not None
-        lost = no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
+        lost = no_return_of(trials.name, failed.scenario, failed.error, trials.defined)
         run = functools.partial(trials.run_on_ranks, scenario=failed.scenario)
         unmoved = left_on_cpu(trials.program, failed.error, run)
         return replace(lost, against=trials.against, lines=[*filter(None, [unmoved]), *lost.lines])
@@ -640,7 +640,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         effort=f"diagnosis: {_counted(len(controls), 'case')} with other data and "
         f"{_counted(len(tensors.tried), 'run')} with one change, in {time.monotonic() - started:.1f} s",
         incomplete=attempts.remarks,
-        defined=definition_of(trials.program.step),
+        defined=trials.defined,
         against=trials.against,
     )
 
@@ -651,7 +651,7 @@ def _counted(number: int, noun: str) -> str:
 
 def hang_of(trials: Trials, hang: RankHang, verdict: str = "") -> RankHang:
     """Return the error of a hang in the current trial, with its diagnosis."""
-    lost = no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step))
+    lost = no_return_of(trials.name, trials.current, hang, trials.defined)
     return late_hang(replace(lost, verdict=verdict), hang)
 
 

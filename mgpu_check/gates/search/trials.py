@@ -21,7 +21,14 @@ from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, Ran
 from mgpu_check.errors import RankDied, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.comparison.coverage import ParameterCoverage, PassLimits
 from mgpu_check.gates.comparison.relations import relations_of, repeats
-from mgpu_check.gates.gate_arguments import Program, RanksFixture, is_class, raise_unusable, wants_world_size
+from mgpu_check.gates.gate_arguments import (
+    Program,
+    RanksFixture,
+    definition_of,
+    is_class,
+    raise_unusable,
+    wants_world_size,
+)
 from mgpu_check.gates.run import measurement
 from mgpu_check.gates.run.hypotheses import left_on_cpu
 from mgpu_check.gates.run.shards import assembled, users_of, with_groups_of
@@ -60,7 +67,7 @@ class Expectations:
     """
 
     def __init__(self, ranks: RanksFixture, program: Program) -> None:
-        self._ranks, self._program = ranks, program
+        self.ranks, self._program = ranks, program
         self.alone = True
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
         # Elements of the results, if ranks share the runs of this step; 0 if one rank does all; None before the first.
@@ -85,7 +92,7 @@ class Expectations:
     ) -> Expected | RankFailure | None:
         expected = self._expected.get(key) or self._kept(key, scenario, measurement.measure_provisionally)
         if effort is Effort.WIDENED and isinstance(expected, Expected) and not expected.widened:
-            moved_run = self._ranks.run(measurement.measure_slightly_moved, self._program, scenario, size=1)[0]
+            moved_run = self.ranks.run(measurement.measure_slightly_moved, self._program, scenario, size=1)[0]
             errors = measurement.rounding_seen(expected.single, moved_run)
             if errors is None:
                 return None
@@ -119,7 +126,7 @@ class Expectations:
         ):
             return together
         try:
-            expected: Expected | None = self._ranks.run(measuring, self._program, scenario, *how, self.alone, size=1)[0]
+            expected: Expected | None = self.ranks.run(measuring, self._program, scenario, *how, self.alone, size=1)[0]
         except (RankDied, RankHang):
             if self._program.reference is None or not self.alone:
                 raise
@@ -128,7 +135,7 @@ class Expectations:
             return self._measured(scenario, measuring, *how)
         if measuring is measurement.measure_provisionally and expected is not None and self._elements is None:
             elements = sum(value.numel() for value in expected.single.values.values())
-            large = elements >= measurement.LARGE and not expected.single.nonlinear and self._ranks._at_once > 1
+            large = elements >= measurement.LARGE and not expected.single.nonlinear and self.ranks._at_once > 1
             self._elements = elements if large else 0
         return expected
 
@@ -137,11 +144,11 @@ class Expectations:
         elements = self._elements
         if not elements or (self._program.reference is not None and scenario.change):
             return None
-        count = min(len(measurement.RUNS), self._ranks._at_once)
+        count = min(len(measurement.RUNS), self.ranks._at_once)
         shares = [measurement.RUNS[offset::count] for offset in range(count)]
         arguments = [(self._program, scenario, runs, elements) for runs in shares]
         try:
-            done = self._ranks._run_apart(measurement.measure_in_parts, arguments)
+            done = self.ranks._run_apart(measurement.measure_in_parts, arguments)
         except RankDied:  # memory may suffice for one rank and not for several
             self._elements = 0
             return None
@@ -189,8 +196,9 @@ class Trial:
 class Trials:
     """The trials of one program, each scenario once.
 
-    A gate makes one. Hypothesis, by `smallest_failure`, calls `run` for each case that it draws. After a failure,
-    `failure_of` runs the case again through it. If all cases pass, the gate calls `finish`.
+    A gate makes one, and may give it expectations of a program with the same reference. Hypothesis, by
+    `smallest_failure`, calls `run` for each case that it draws. After a failure, `failure_of` runs the case again
+    through it. If all cases pass, the gate calls `finish`.
 
     Attributes:
         completed: number of scenarios that were compared, by world size and mesh.
@@ -202,16 +210,26 @@ class Trials:
         is_ambiguous: the values of parameters do not show which slices some rank holds.
         against: what they are compared with.
         of_switch: both sides are the same configuration, with an option on and off.
+        remarks: whether to say what a pass does not show.
+        defined: the line where the step is defined; "" if it is unknown.
     """
 
     one_device = True
     against = PARITY
     of_switch = False
+    remarks = True
 
     def __init__(
-        self, ranks: RanksFixture, program: Program, kinds: Collection[str], tolerance: Tolerance, name: str
+        self,
+        ranks: RanksFixture,
+        program: Program,
+        kinds: Collection[str],
+        tolerance: Tolerance,
+        name: str,
+        expectations: Expectations | None = None,
     ) -> None:
         self.ranks, self.program, self.kinds, self.tolerance, self.name = ranks, program, kinds, tolerance, name
+        self.defined = definition_of(program.step)
         self.completed: Counter[tuple[int, Mesh]] = Counter()
         self.passed: Scenario | None = None
         self.trains = is_class(program.step)
@@ -219,7 +237,7 @@ class Trials:
         self.latest = 0.0
         self._outcomes: dict[tuple[object, ...], Trial | None] = {}
         self._repeated: set[tuple[int, Mesh]] = set()
-        self._expectations = Expectations(ranks, program)
+        self._expectations = expectations or Expectations(ranks, program)
         self._factor: float | None = None
         self._effects = False
         self._idle_places: set[tuple[int, Mesh]] = set()
@@ -452,7 +470,7 @@ class Trials:
                 "the model that it is given, in place, or return what it computes"
             )
         self.coverage.finish(unjudged)
-        if self.one_device:
+        if self.one_device and self.remarks:
             for line in self.limits.lines():
                 self.ranks._not_seen(self.name, line)
 

@@ -1,0 +1,233 @@
+"""Examine a model: try each way to train it, then each way with options, until the time has passed.
+
+A way is tried for one and for three optimizer steps. Options are tried first alone, then so that each pair of values
+occurs. A setting that fails is shrunk to the fewest options, and tried on one device, where it must be right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mgpu_check.diagnosis.observations import KINDS, Result
+from mgpu_check.errors import CheckFailure, NotCompared, RankFailure, RankHang, ScalingMismatch
+from mgpu_check.gates.gate_arguments import RanksFixture, first_line
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Effort, Expectations, Trial, Trials
+from mgpu_check.gates.step_gate import mismatch_of
+from mgpu_check.models.application import ModelSettings
+from mgpu_check.models.targets import UnusableModel
+from mgpu_check.models.training import Training, inspected
+from mgpu_check.models.training_options import HALVES, SYNCHRONIZED, UNTIED, UNUSED, Setting, described, settings_for
+from mgpu_check.models.verdict import OptionFailure, WayResult
+from mgpu_check.models.ways import ONE_DEVICE, Way, way_of
+
+_PER_RANK = 4  # samples: two micro-batches of two, which batch norm needs
+_COLUMNS = {"grads": "gradients", "params": "parameters", "buffers": "buffers", "optimizer": "moments"}
+
+_HALVES_DIFFER = (
+    "so does one device that takes the batch in halves: the model computes over samples of a batch, or draws or counts "
+    "in each call"
+)
+
+
+def _column(result: Result) -> str:
+    return _COLUMNS.get(result.kind) or result.of
+
+
+class Examination:
+    """The examination of one model, in one pytest process.
+
+    Raises:
+        UnusableModel: the target names no model, or no inputs for it are known.
+    """
+
+    def __init__(self, ranks: RanksFixture, settings: ModelSettings, simulated: bool) -> None:
+        self.ranks, self.settings, self.compiles = ranks, settings, not simulated
+        self.ends = time.monotonic() + settings.model_time
+        target, batch, loss = settings.model_target or "", settings.model_batch or "", settings.model_loss or ""
+        try:
+            self.recipe, self.traits = ranks.run(inspected, target, batch, loss, size=1)[0]
+        except RankFailure as failure:
+            if isinstance(failure.__cause__, UnusableModel):
+                raise failure.__cause__ from None
+            raise
+        self.bases: dict[str, Setting] = {}  # way that is equal -> the options that it needs
+        self.failing: dict[str, list[Setting]] = {}  # way -> the smallest settings that fail, or differ on one device
+        self.expectations: dict[tuple[str, Training], Expectations] = {}
+        self.outcomes: dict[tuple[str, Setting], WayResult] = {}
+        self.options_tried = 0  # number of ways that were tried with options
+
+    @property
+    def in_time(self) -> bool:
+        return time.monotonic() < self.ends
+
+    def try_way(self, name: str) -> tuple[WayResult, BaseException | None]:
+        """Try a way without options. Return the result, and the error with the report of a failure."""
+        way = way_of(name)
+        result = WayResult(name, "not applicable")
+        result.reason = way.refusal(self.traits)
+        if not result.reason and self.ranks.size < way.devices:
+            result.reason = f"it needs {way.devices} devices, and --gpus={self.ranks.size}"
+        if not result.reason and not self.in_time:
+            result.status, result.reason = "not tried", f"the time of {self.settings.model_time:g} s has passed"
+        if result.reason:
+            return result, None
+        error = self._tried(way, (), result)
+        if result.status == "raises" and way.derived:
+            result.status, result.reason = "not applicable", f"the model cannot be divided so: {result.reason}"
+            return result, None
+        if result.status == "equal":
+            self.bases[name] = ()
+        elif error is not None:
+            error = self._explained(way, result, error)
+        return result, error
+
+    def _explained(self, way: Way, result: WayResult, error: BaseException) -> BaseException:
+        """Look for a change of the model that makes the way equal. Return the error with the reason."""
+        norms, tied = self.traits.batch_norms, self.traits.tied
+        shown = ", ".join(norms[:2]) + ", …" * (len(norms) > 2)
+        reasons = {
+            SYNCHRONIZED: f"batch norm ({shown}) uses the samples of its rank alone",
+            UNUSED: "a rank uses parameters that another does not use in the same step",
+            UNTIED: f"{' and '.join(tied[0]) if tied else ''} are one tensor on one device, and several here",
+        }
+        applies = {SYNCHRONIZED: norms and not way.single_process, UNUSED: way.name == "ddp", UNTIED: tied}
+        for setting in filter(applies.get, reasons):
+            changed = WayResult(way.name, "not tried")
+            if self._tried(way, setting, changed) is not None or changed.status != "equal":
+                continue
+            result.reason = f"{reasons[setting]}: it is equal with {described(setting)}"
+            if setting != UNTIED:  # a user wants weights tied
+                self.bases[way.name], result.base = setting, described(setting)
+            return ScalingMismatch(f"{self.traits.name} under {way.name}: {result.reason}")
+        return self._diagnosed(way, result, error)
+
+    def _diagnosed(self, way: Way, result: WayResult, error: BaseException) -> BaseException:
+        """Return the error with the report of the gate, if results differ."""
+        if result.status != "differs":
+            return error
+        trials, scenarios = self._trials(way, (), diagnose=True)
+        failed = next(filter(None, map(trials.run, scenarios)), None)
+        if failed is None:
+            return error
+        report = mismatch_of(trials, failed, [failed.scenario.world_size])
+        result.site = report.site
+        if report.mistakes:
+            result.reason = ", ".join(report.mistakes)
+        elif way.data != () and self._halves_differ():
+            result.reason += f"; {_HALVES_DIFFER}"
+        return report
+
+    def _halves_differ(self) -> bool:
+        """Return whether one device computes something else from the halves of a batch."""
+        result = WayResult(ONE_DEVICE.name, "not tried")
+        return self._tried(ONE_DEVICE, HALVES, result) is not None and result.status == "differs"
+
+    def _tried(self, way: Way, setting: Setting, result: WayResult) -> BaseException | None:
+        trials, scenarios = self._trials(way, setting)
+        result.devices = scenarios[0].world_size
+        try:
+            for scenario in scenarios:
+                failed = trials.run(scenario)
+                if failed is not None and setting:
+                    # The tolerance was measured without the options that must not change a result.
+                    trials, _ = self._trials(way, setting, diagnose=True)
+                    failed = trials.run(scenario)
+                if failed is not None:
+                    return self._failed(failed, result)
+            trials.finish([scenarios[0].place], {})
+        except NotCompared as error:
+            result.status, result.reason = "not compared", first_line(error)
+            return error
+        except ValueError as error:
+            result.status, result.reason = "not compared", first_line(error)
+            return error
+        except RankHang as error:
+            result.status, result.reason = "raises", first_line(error)
+            return error
+        expected = trials.expected(trials.current, effort=Effort.PROVISIONAL)
+        result.status = "equal"
+        result.columns = {_column(name): "equal" for name in expected.single.values}
+        return None
+
+    @staticmethod
+    def _failed(failed: Trial, result: WayResult) -> BaseException:
+        if failed.relations is None:
+            assert failed.error is not None
+            result.status, result.reason = "raises", _cause(failed.error)
+            return failed.error
+        result.status = "differs"
+        result.columns = {_column(name): "equal" for name in failed.relations.held}
+        result.columns |= {_column(name): "differs" for name in failed.relations.broken}
+        name = failed.relations.broken[0]
+        result.reason = f"{name}: {failed.relations.details.get(name, 'differs between ranks')}"
+        return ScalingMismatch(result.reason)
+
+    def _trials(self, way: Way, setting: Setting, diagnose: bool = False) -> tuple[Trials, Sequence[Scenario]]:
+        """Return trials and scenarios. Unless they are for a diagnosis, settings share the results of one device."""
+        training = Training(self.settings.model_target or "", self.recipe, way.name, setting)
+        world = 1 if way is ONE_DEVICE else way.devices
+        program, name = training.program, f"{self.traits.name} under {way.name}"
+        kept = self.expectations.setdefault((way.name, training.reference), Expectations(self.ranks, program))
+        kept.ranks = self.ranks  # the fixture of the current test
+        trials = Trials(self.ranks, program, frozenset(KINDS), None, name, None if diagnose else kept)
+        trials.remarks, trials.defined = False, self.traits.defined
+        # Options change the first step as all others, but for the state, which a second one needs.
+        once = Scenario(world, _PER_RANK * world, mesh=way.mesh)
+        return trials, [replace(once, steps=3)] if setting or way is ONE_DEVICE else [once, replace(once, steps=3)]
+
+    def try_options(self, name: str) -> WayResult:
+        """Try a way with options, until the time has passed. Return its result with them."""
+        way, base = way_of(name), self.bases[name]
+        result = WayResult(name, "equal")
+        now = time.monotonic()
+        ends = now + max(0.0, self.ends - now) / (len(self.bases) - self.options_tried)
+        self.options_tried += 1
+        settings = settings_for(name, self.traits, self.compiles, base)
+        self.outcomes[name, base] = result
+        for number, setting in enumerate(settings):
+            if time.monotonic() > ends:
+                result.untried += len(settings) - number
+                break
+            if any(set(options) <= set(setting) for options in self.failing.get(name, [])):
+                continue  # it has the options of a failure
+            outcome = self._outcome(way, setting)
+            if outcome.status == "not compared":
+                result.untried += 1
+                continue
+            result.settings += 1
+            if outcome.status == "equal":
+                continue
+            smallest = self._shrunk(way, base, setting)
+            alone = tuple(pair for pair in smallest if pair not in base)
+            failed, control = self._outcome(way, smallest), self._outcome(ONE_DEVICE, alone)
+            if control.status != "equal":
+                result.on_one_device.append(f"{described(alone)} {control.status} on one device, too: {control.reason}")
+                result.settings -= 1
+            else:
+                result.failures.append(OptionFailure(described(alone), failed.status, failed.reason))
+            self.failing.setdefault(name, []).append(alone)
+        return result
+
+    def _outcome(self, way: Way, setting: Setting) -> WayResult:
+        """Try a way with options, once."""
+        if (way.name, setting) not in self.outcomes:
+            self.outcomes[way.name, setting] = WayResult(way.name, "not tried")
+            self._tried(way, setting, self.outcomes[way.name, setting])
+        return self.outcomes[way.name, setting]
+
+    def _shrunk(self, way: Way, base: Setting, setting: Setting) -> Setting:
+        """Return the fewest options of a failing setting that still fail."""
+        for pair in setting:
+            fewer = tuple(other for other in setting if other != pair)
+            if pair not in base and fewer != base and self._outcome(way, fewer).status in ("differs", "raises"):
+                return self._shrunk(way, base, fewer)
+        return setting
+
+
+def _cause(error: CheckFailure) -> str:
+    """Return the error of a rank in a line."""
+    cause = error.__cause__
+    return f"{type(cause).__name__}: {first_line(cause)}" if cause is not None else first_line(error)

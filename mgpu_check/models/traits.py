@@ -1,0 +1,84 @@
+"""The traits of a model that ways and options depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from mgpu_check.gates.gate_arguments import definition_of
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The traits of a model.
+
+    Attributes:
+        name: name of its class.
+        parameters: number of elements.
+        batch_norms: modules whose statistics are those of the samples that they see.
+        tied: names of each parameter that has several.
+        plans: kinds of plans that the model has itself: "tp", "ep".
+        divisible: names of Linear and Embedding modules that four ranks can divide.
+        embeds: whether it has embeddings.
+        defined: the line where its class is defined.
+    """
+
+    name: str
+    parameters: int
+    batch_norms: tuple[str, ...]
+    tied: tuple[tuple[str, ...], ...]
+    plans: tuple[str, ...]
+    divisible: tuple[str, ...]
+    embeds: bool
+    defined: str
+
+
+def traits_of(model: nn.Module) -> Traits:
+    norms = [name for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    return Traits(
+        type(model).__name__,
+        sum(parameter.numel() for parameter in model.parameters()),
+        tuple(norms),
+        tuple(tuple(names) for names in names_of_parameters(model).values() if len(names) > 1),
+        tuple(kind for kind in ("tp", "ep") if _plan_of(model, kind)),
+        tuple(divisible_layers(model, 4)),
+        any(isinstance(module, nn.Embedding) for module in model.modules()),
+        definition_of(type(model)),
+    )
+
+
+def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _plan_of(model: nn.Module, kind: str) -> object:
+    """Return the plan that a model of transformers declares, or its configuration."""
+    own = getattr(model, f"_{kind}_plan", None)
+    return own or getattr(getattr(model, "config", None), f"base_model_{kind}_plan", None)
+
+
+def divisible_layers(model: nn.Module, size: int) -> list[str]:
+    """Return the names of Linear and Embedding modules whose outputs, or rows, `size` divides."""
+    rows = {nn.Linear: "out_features", nn.Embedding: "num_embeddings"}
+    kinds = [(name, module, class_of(module)) for name, module in model.named_modules()]
+    return [name for name, module, kind in kinds if kind in rows and getattr(module, rows[kind]) % size == 0]
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as it was built, before an option has changed it."""
+    kind: type[nn.Module] = getattr(module, "recomputed_class", type(module))
+    return kind
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the repeated blocks of a model by name: the longest list of modules, or the children of the model."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    lists = [entry for kind in kinds for entry in model.named_modules() if isinstance(entry[1], kind)]
+    lists = [entry for entry in lists if type(entry[1]) is type(lists[0][1])]
+    name, longest = max(lists, key=lambda entry: len(entry[1]), default=("", model))
+    children = [(f"{name}.{key}".lstrip("."), child) for key, child in longest.named_children()]
+    return [entry for entry in children if any(True for _ in entry[1].parameters())]

@@ -1,0 +1,63 @@
+"""`mgpu-check model`: the table, the report, the golden table, the exit codes, and refused arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.test_examination import report, way
+
+NETS = Path(__file__).parents[1] / "models" / "nets.py"
+
+
+def model(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mgpu_check", "model", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(tmp_path):
+    report(*map(way, ("ddp", "tp-layers"))).write(str(tmp_path / "golden.json"))
+    options = ("--ways=ddp,tp-layers,hsdp", "--report=model.json", "--golden=golden.json", "-k", "not options")
+    done = model(f"{NETS}:Tied", "--gpus=2", "--simulate", *options, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Tied, 272 parameters, on 2 SIMULATED GPUs\n  batch: tokens [n, 8] of integers below 16" in done.stdout
+    assert "trains as on one device under ddp; differs under tp-layers" in done.stdout
+    assert f" model {NETS}:Tied --gpus=2 --simulate" in done.stdout
+    changed = [line for line in done.stdout.splitlines() if line.startswith("since golden.json: CHANGED: ")]
+    assert [line.split()[3] for line in changed] == ["tp-layers:", "hsdp:"]
+    table = json.loads((tmp_path / "model.json").read_text())
+    statuses = {result["way"]: result["status"] for result in table["results"]}
+    assert statuses == {"ddp": "equal", "tp-layers": "differs", "hsdp": "not applicable"}
+    assert table["exit_code"] == 1
+
+
+def test_functions_beside_the_model_give_batch_and_loss(tmp_path):
+    functions = (
+        "def batch(n):\n    return torch.randint(16, (n, 3)), torch.randint(16, (n, 3))\n\n"
+        "def loss(output, target):\n    return F.cross_entropy(output.flatten(0, 1), target.flatten())\n"
+    )
+    (tmp_path / "train.py").write_text(f"{NETS.read_text()}\n\n{functions}")
+    done = model("train:Net", "--gpus=2", "--simulate", "--ways=ddp", "--time=15s", "--report=model.md", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  batch: train:batch(n)\n  loss: train:loss\n" in done.stdout
+    assert "| ddp | 2 | equal | equal | equal |" in (tmp_path / "model.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the first argument is the model, such as transformers:Qwen3ForCausalLM"),
+        (["train:Net", "--gpus=2", "--simulate", "--ways=ddp,pp"], "--ways: 'ddp,pp' is not valid; 'pp' is no way"),
+        (["train:Net", "--gpus=2", "--simulate", "-n", "2"], "the ways run in one process: leave out -n 2"),
+        (["train:Net", "--gpus=2", "--simulate", "--golden=a.md"], "--golden: 'a.md' is not valid; choose a file"),
+        (["train:Net", "--simulate"], "--simulate needs the number of GPUs"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, arguments, message):
+    done = model(*arguments, cwd=tmp_path)
+    assert done.returncode == 4
+    assert message in done.stdout + done.stderr
