@@ -102,13 +102,13 @@ class Examination:
             if setting != UNTIED:  # a user wants weights tied
                 self.bases[way.name], result.base = setting, described(setting)
             return ScalingMismatch(f"{self.traits.name} under {way.name}: {result.reason}")
-        return self._diagnosed(way, result, error)
+        return self._diagnosed(way, (), result, error)
 
-    def _diagnosed(self, way: Way, result: WayResult, error: BaseException) -> BaseException:
+    def _diagnosed(self, way: Way, setting: Setting, result: WayResult, error: BaseException) -> BaseException:
         """Return the error with the report of the gate, if results differ."""
         if result.status != "differs":
             return error
-        trials, scenarios = self._trials(way, (), diagnose=True)
+        trials, scenarios = self._trials(way, setting, diagnose=True)
         failed = next(filter(None, map(trials.run, scenarios)), None)
         if failed is None:
             return error
@@ -116,14 +116,9 @@ class Examination:
         result.site = report.site
         if report.mistakes:
             result.reason = ", ".join(report.mistakes)
-        elif way.data != () and self._halves_differ():
+        elif way.data != () and not setting and self._outcome(ONE_DEVICE, HALVES).status == "differs":
             result.reason += f"; {_HALVES_DIFFER}"
         return report
-
-    def _halves_differ(self) -> bool:
-        """Return whether one device computes something else from the halves of a batch."""
-        result = WayResult(ONE_DEVICE.name, "not tried")
-        return self._tried(ONE_DEVICE, HALVES, result) is not None and result.status == "differs"
 
     def _tried(self, way: Way, setting: Setting, result: WayResult) -> BaseException | None:
         trials, scenarios = self._trials(way, setting)
@@ -133,8 +128,8 @@ class Examination:
                 failed = trials.run(scenario)
                 if failed is not None and setting:
                     # The tolerance was measured without the options that must not change a result.
-                    trials, _ = self._trials(way, setting, diagnose=True)
-                    failed = trials.run(scenario)
+                    trials, shorter = self._trials(way, setting, diagnose=True)
+                    failed = next(filter(None, map(trials.run, shorter)), None)
                 if failed is not None:
                     return self._failed(failed, result)
             trials.finish([scenarios[0].place], {})
@@ -174,9 +169,9 @@ class Examination:
         kept.ranks = self.ranks  # the fixture of the current test
         trials = Trials(self.ranks, program, frozenset(KINDS), None, name, None if diagnose else kept)
         trials.remarks, trials.defined = False, self.traits.defined
-        # Options change the first step as all others, but for the state, which a second one needs.
+        # Three steps show all that options do; a failure is looked at in one step, if it is there.
         once = Scenario(world, _PER_RANK * world, mesh=way.mesh)
-        return trials, [replace(once, steps=3)] if setting or way is ONE_DEVICE else [once, replace(once, steps=3)]
+        return trials, [once, replace(once, steps=3)][bool(setting) and not diagnose :]
 
     def try_options(self, name: str) -> WayResult:
         """Try a way with options, until the time has passed. Return its result with them."""
@@ -207,6 +202,7 @@ class Examination:
                 result.on_one_device.append(f"{described(alone)} {control.status} on one device, too: {control.reason}")
                 result.settings -= 1
             else:
+                self._diagnosed(way, smallest, failed, ScalingMismatch(failed.reason))
                 result.failures.append(OptionFailure(described(alone), failed.status, failed.reason))
             self.failing.setdefault(name, []).append(alone)
         return result

@@ -28,9 +28,7 @@ from tests.plugin.conftest import wait_for
         ("--version", 0, ["mgpu-check 0."]),
         (
             *("device", 4),
-            [
-                "'device' is no command; choose one of accept, compare, devices, doctor, init, model, pytest, record, "
-            ],
+            ["'device' is no command; choose one of accept, compare, devices, doctor, init, model, pytest, record, "],
         ),
         ("selftest --such", 4, ["mgpu-check selftest: error: unrecognized arguments: --such"]),
         ("selftest -n 2", 4, ["plants faults in one process, and cannot use several: leave out -n 2"]),

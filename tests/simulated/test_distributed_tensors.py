@@ -102,6 +102,21 @@ def test_fully_shard_of_a_model_from_meta(on_ranks):
     assert first[2] == second[2] and first[3] == 32  # every shard has numbers of its own
 
 
+def under_autocast(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cuda", (size,))
+    weight = distribute_tensor(torch.randn(4, 4).cuda(), mesh, [Shard(0)])
+    with torch.autocast("cuda", torch.bfloat16):
+        first: Any = F.linear(distribute_tensor(torch.randn(2, 4).cuda(), mesh, [Replicate()]), weight)
+        return first.dtype, F.linear(first.redistribute(mesh, [Replicate()]), weight).dtype
+
+
+def test_autocast_casts_dtensors(on_ranks):
+    assert on_ranks(under_autocast) == [(torch.bfloat16, torch.bfloat16)] * 2
+
+
 def on_the_host(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

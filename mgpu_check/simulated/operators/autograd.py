@@ -133,8 +133,13 @@ Named = dict[str, object]
 Policy = Callable[[Op, Args, Named, torch.dtype, type], object]
 
 
+def _is_simulated(value: object) -> bool:
+    """Return whether a value is a simulated tensor, or a DTensor whose part is one."""
+    return isinstance(value, SimulatedTensor) or isinstance(getattr(value, "_local_tensor", None), SimulatedTensor)
+
+
 def _eligible(t: torch.Tensor, tensor_class: type) -> bool:
-    mine = isinstance(t, SimulatedTensor) is (tensor_class is SimulatedTensor)
+    mine = _is_simulated(t) is (tensor_class is SimulatedTensor)
     return mine and t.is_floating_point() and t.dtype is not torch.float64
 
 
@@ -194,7 +199,7 @@ KNOWN = frozenset(name for operations, _ in _POLICIES for name in operations)
 def _holds_simulated(values: object) -> bool:
     if isinstance(values, (list, tuple)):
         return any(_holds_simulated(v) for v in values)
-    return isinstance(values, SimulatedTensor)
+    return _is_simulated(values)
 
 
 class _Wanted(threading.local):
