@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.models import ways
 from mgpu_check.models.application import WAYS, ModelSettings
 from mgpu_check.models.examination import Examination
 from mgpu_check.models.targets import UnusableModel
@@ -100,6 +101,10 @@ def test_what_the_time_does_not_suffice_for_is_not_tried(ranks):
     assert (result.status, error) == ("not tried", None)
     examined.bases["ddp"] = ()
     assert examined.try_options("ddp").untried == len(settings_for("ddp", examined.traits, compiles=False))
+
+
+def test_the_options_of_the_command_name_the_ways_that_there_are():
+    assert tuple(way.name for way in ways.WAYS) == WAYS
 
 
 @pytest.mark.parametrize("way", ["ddp", "tp"])
