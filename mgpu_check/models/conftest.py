@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the ways that were not asked for, and read the golden table before time is spent."""
     asked = config.stash[SESSION].settings.of(ModelSettings)
     ours = [item for item in items if Path(__file__).parent in item.path.parents]
-    left_out = [item for item in ours if item.callspec.params["way"] not in asked.model_ways]  # type: ignore[attr-defined]
+    left_out = [item for item in ours if item.callspec.params["way"] not in asked.model_ways]  # type: ignore[attr-defined]  # of a Function
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
     if asked.model_golden is not None and Path(asked.model_golden).exists():

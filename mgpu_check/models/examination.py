@@ -95,8 +95,7 @@ class Examination:
         }
         applies = {SYNCHRONIZED: norms and not way.single_process, UNUSED: way.name == "ddp", UNTIED: tied}
         for setting in filter(applies.get, reasons):
-            changed = WayResult(way.name, "not tried")
-            if self._tried(way, setting, changed) is not None or changed.status != "equal":
+            if self._outcome(way, setting).status != "equal":
                 continue
             result.reason = f"{reasons[setting]}: it is equal with {described(setting)}"
             if setting != UNTIED:  # a user wants weights tied
@@ -133,10 +132,7 @@ class Examination:
                 if failed is not None:
                     return self._failed(failed, result)
             trials.finish([scenarios[0].place], {})
-        except NotCompared as error:
-            result.status, result.reason = "not compared", first_line(error)
-            return error
-        except ValueError as error:
+        except (NotCompared, ValueError) as error:
             result.status, result.reason = "not compared", first_line(error)
             return error
         except RankHang as error:

@@ -76,7 +76,10 @@ def _ddp(model: Any, rank: Rank, options: Options) -> Any:
 
 
 def _fully_sharded(model: Any, rank: Rank, options: Options) -> Any:
-    mesh = rank.mesh or init_device_mesh(rank.device.type, (rank.size,))
+    return _sharded(model, rank.mesh or init_device_mesh(rank.device.type, (rank.size,)), options)
+
+
+def _sharded(model: Any, mesh: DeviceMesh, options: Options) -> Any:
     for _, block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward="reshard" not in options)
     return fully_shard(model, mesh=mesh)
@@ -109,10 +112,7 @@ def _tensor_parallel(model: Any, rank: Rank, options: Options) -> Any:
 
 
 def _fsdp2_and_tensor_parallel(model: Any, rank: Rank, options: Options) -> Any:
-    _tensor_parallel(model, rank, options)
-    for _, block in blocks_of(model):
-        fully_shard(block, mesh=_axis(rank, "dp"))
-    return fully_shard(model, mesh=_axis(rank, "dp"))
+    return _sharded(_tensor_parallel(model, rank, options), _axis(rank, "dp"), options)
 
 
 @contextlib.contextmanager
@@ -154,10 +154,10 @@ def _needs_plan(kind: str) -> Callable[[Traits], str]:
         if kind not in traits.plans:
             return f"{traits.name} has no plan for it ({kind}_plan of transformers)"
         try:
-            importlib.import_module("transformers.distributed").DistributedConfig  # noqa: B018
-        except (ImportError, AttributeError):
-            return "transformers is too old: it has no DistributedConfig; 5.20 and newer have it"
-        return ""
+            known = hasattr(importlib.import_module("transformers.distributed"), "DistributedConfig")
+        except ImportError:
+            known = False
+        return "" if known else "transformers is too old: it has no DistributedConfig; 5.20 and newer have it"
 
     return refusal
 
