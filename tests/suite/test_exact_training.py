@@ -1,4 +1,4 @@
-"""Exact training is exact: float32 gives the bits of float64, for every drawn case."""
+"""Exact training is exact: float32 gives the bits of float64, for every drawn case. Mechanisms stay within tolerance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import one_device, seen, sgd
+from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
+from mgpu_check.suite.parallelism.torch_parallelism import step_of, tolerance_of
 
 CPU = torch.device("cpu")
 
@@ -63,3 +65,24 @@ def test_replicas_that_share_memory_are_named(monkeypatch):
     monkeypatch.setattr(recipe, "replicate", replicate)
     with pytest.raises(ReplicaMismatch, match=r"'0\.weight' on cpu changes with the replica on cpu"):
         assert_replicas_are_apart(ExactTraining(), [CPU, CPU])
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_rounding_of_one_device_is_far_within_the_tolerance(name):
+    for number in range(5):  # each value of each size at least once
+        sizes = {key: values[number % len(values)] for key, values in MECHANISMS[name].sizes.items()}
+        case = MechanismCase(name, sizes, "float32", number)
+        step = step_of(case, 2 + number % 3)
+        exact, rounded = step.undivided(torch.float64), step.undivided(torch.float32)
+        tolerance = tolerance_of(exact, torch.float32)
+        for key, value in exact.items():
+            off = (rounded[key].double() - value).abs()
+            assert not value.numel() or float(off.max()) <= tolerance[key] / 4, (case, key)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_each_result_depends_on_the_data(name):
+    """A result that is 0 for any data would hide a defect."""
+    sizes = {key: values[0] for key, values in MECHANISMS[name].sizes.items()}
+    for key, value in step_of(MechanismCase(name, sizes, "float64", 1), 4).undivided(torch.float64).items():
+        assert bool(value.abs().sum() > 0), key

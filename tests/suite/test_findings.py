@@ -224,7 +224,7 @@ def planted(rank: Rank, cases: list[Case]) -> list[str]:
     return raised
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_the_other_ranks_have_left_their_last_collective_when_one_raises(ranks: Ranks, size: int) -> None:
     cases = [case for case in CASES if case.size == size]
     raised = ranks.run(planted, cases, size=size)

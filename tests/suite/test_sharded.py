@@ -14,9 +14,9 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.known_defects import Met, heard_by
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.oracles.pairs import near_square
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
-from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.sharded import dtensors
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
 from mgpu_check.suite.sharded.redistribution import part_of

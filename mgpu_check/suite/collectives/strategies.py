@@ -30,9 +30,9 @@ from mgpu_check.oracles.collectives.cases import (
     Message,
     left_out,
 )
+from mgpu_check.oracles.pairs import in_pairs
 from mgpu_check.oracles.strategies import first_of, world_sizes
 from mgpu_check.oracles.strategies import seeds as tensor_seeds
-from mgpu_check.suite.common.pairs import in_pairs
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 PLACES = ("device", "cpu")

@@ -26,11 +26,11 @@ from mgpu_check.asserts.findings import Findings, require
 from mgpu_check.asserts.models import assert_replicas_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.differences import difference
+from mgpu_check.oracles.pairs import drawn_rows, words_of
 from mgpu_check.oracles.training import reference_training as oracle
 from mgpu_check.oracles.training.cases import WholeRun
 from mgpu_check.oracles.training.reference_training import Forward, Gradients, OneDevice, Prepare, Rows, judged
 from mgpu_check.oracles.training.training_steps import split, weighted
-from mgpu_check.suite.common.pairs import drawn_rows, words_of
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
 @given(size=strategies.large_worlds(least=2), cases=mechanism_cases())
 def test_mechanisms(ranks: Ranks, size: int, cases: list[MechanismCase]) -> None:
     """Mechanisms of model parallelism, from experts to attention by heads, give the results of one device."""
-    ranks.run(f"{CHECKS}.mechanisms:assert_mechanisms_agree", cases, size=size)
+    ranks.run(f"{CHECKS}.torch_parallelism:assert_mechanisms_agree", cases, size=size)
 
 
 @pytest.mark.gpus(least=2)

@@ -2,18 +2,21 @@
 
 Styles of `torch.distributed.tensor.parallel` are checked for sequences, for inputs and outputs, and for losses, too.
 Schedules of `torch.distributed.pipelining` run one after the other, and with each pair of values of their options. Both
-packages take seconds to import, so functions import them.
+packages take seconds to import, so functions import them. `assert_mechanisms_agree` runs the mechanisms at the end,
+and compares what each rank has with one device.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,12 +30,17 @@ from mgpu_check.asserts.findings import Findings, on_any_rank, run_all
 from mgpu_check.asserts.known_defects import left_out
 from mgpu_check.asserts.models import assert_gradients_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import full_precision
+from mgpu_check.oracles.pairs import drawn_rows
 from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.gradient_exchange import chunks
 from mgpu_check.oracles.training.reference_training import gathered, one_device, seen, sgd
 from mgpu_check.oracles.training.training_steps import weighted
-from mgpu_check.suite.common.pairs import drawn_rows
+from mgpu_check.simulated import simulated_device_count
+from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.suite.parallelism.handwritten_parallelism import stage_of
+from mgpu_check.suite.recipes import model_parallel
 from mgpu_check.torch_hooks.tensors import copied
 
 _LARGE = 1 << 16
@@ -586,3 +594,190 @@ def _assert_uneven_parts_are_joined(rank: Rank) -> None:
     assert_same({"outputs": copied(outputs)}, {"outputs": copied(layer(x)).double()}, label, rank.index)
     for group in groups:
         dist.destroy_process_group(group)
+
+
+class Portion(NamedTuple):
+    """A rank's part of a result: the indices `at` of dimension `dim` of the whole."""
+
+    value: torch.Tensor
+    dim: int
+    at: Sequence[int] | torch.Tensor | slice
+
+    def of(self, full_tensor: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(full_tensor.shape[self.dim], device="cpu")[self.at] if isinstance(self.at, slice) else self.at
+        return full_tensor.index_select(self.dim, torch.as_tensor(at, dtype=torch.int64, device="cpu"))
+
+
+Results = dict[str, torch.Tensor | Portion]  # results of a rank by name: whole, or its part
+
+
+class DividedStep(ABC):
+    """A case of a mechanism, with data that all ranks and the reference make alike.
+    `step_of` makes it on each rank; `assert_mechanisms_agree` runs it once divided and once undivided, and drops it."""
+
+    def __init__(self, case: MechanismCase, ranks: int) -> None:
+        self.case, self.ranks = case, ranks
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+
+    def __getitem__(self, size: str) -> int:
+        number = self.case.sizes[size]
+        assert isinstance(number, int), size
+        return number
+
+    def numbers(self, salt: int, *shape: int) -> torch.Tensor:
+        """Return eighths from -1 to 1, float64 on the CPU. `salt` separates the tensors of a case."""
+        generator = torch.Generator().manual_seed(self.case.seed * 64 + salt)
+        return torch.randint(-8, 9, shape, generator=generator, device="cpu").double() / 8
+
+    def tensors(self, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
+
+    def lacks(self, rank: Rank) -> str | None:
+        """Return what these devices lack for the mechanism, or None; the same on all ranks. A collective."""
+        return None
+
+    @abstractmethod
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Run the step on the CPU; return the whole results by name: outputs, losses, gradients."""
+
+    @abstractmethod
+    def divided(self, rank: Rank) -> Results:
+        """Run the step with the recipe, in `dtype`; return what this rank has of each result. A collective."""
+
+
+def _gradients(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"gradient of {name}": gradient_or_zeros(value) for name, value in tensors.items()}
+
+
+def _portions(results: Mapping[str, torch.Tensor], places: Mapping[str, tuple[int, Any]]) -> Results:
+    """Return results; those of the tensors in `places` are parts, at indices of a dimension."""
+    chosen = {name: places.get(name.removeprefix("gradient of ")) for name in results}
+    return {name: Portion(value, *place) if (place := chosen[name]) else value for name, value in results.items()}
+
+
+def step_of(case: MechanismCase, ranks: int) -> DividedStep:
+    step: DividedStep = pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].class_name}")(case, ranks)
+    return step
+
+
+def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """Return the tolerance of each result: 2^8 unit roundoffs of its largest element, or of 1.
+
+    No result depends on more than some 2^6 roundings in sequence, each relative to a number that is at most some times
+    as large as the result, or than 1. Exponents are at most some units: logits are shifted by their maximum.
+    """
+    return {
+        name: 2.0**8 * unit_roundoff(dtype) * max(1.0, float(value.abs().max()) if value.numel() else 0.0)
+        for name, value in expected.items()
+    }
+
+
+def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
+    """Assert that each mechanism has the outputs, losses and gradients of one device. A collective."""
+    with Findings() as findings:
+        for case in cases:
+            step = step_of(case, rank.size)
+            if lack := step.lacks(rank):
+                left_out(case.name, lack)
+                continue
+            with full_precision():
+                got = step.divided(rank)
+            expected = step.undivided(torch.float64)
+            tolerance = tolerance_of(expected, step.dtype)
+            results: dict[str, torch.Tensor] = {}
+            for name, result in got.items():
+                results[name] = copied(result.value if isinstance(result, Portion) else result)
+                if isinstance(result, Portion) and name in expected:
+                    expected[name] = result.of(expected[name])
+            sizes = ", ".join(f"{name} {value}" for name, value in case.sizes.items())
+            label = f"{case.name} ({sizes}, {case.dtype}) on {rank.size} ranks, {rank.device}"
+            with findings.collected():
+                assert_gradients_agree(results, expected, tolerance=tolerance, rank=rank.index, what=label)
+            if findings.enough(rank):
+                break
+
+
+_HEADS, _WIDTH = 2, 4
+_FEATURES = _HEADS * _WIDTH
+
+
+class ContextOfTorch(DividedStep):
+    """`torch.distributed.tensor.experimental.context_parallel`, around `scaled_dot_product_attention`."""
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys, values, and the factors of outputs in the loss."""
+        # The memory-efficient kernel pads its logsumexp to 32 rows: each half of a rank's part must be a multiple.
+        return self.tensors(dtype, *[(1, _HEADS, 64 * self.ranks, _WIDTH)] * 4)
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        q, k, v, factors = (tensor.requires_grad_() for tensor in self.data(dtype))
+        outputs = F.scaled_dot_product_attention(q, k, v, is_causal=self.case.sizes["causal"] != "not causal")
+        weighted(outputs, factors).backward()
+        return {"outputs": outputs.detach()} | _gradients({"q": q, "k": k, "v": v})
+
+    def divided(self, rank: Rank) -> Results:
+        from torch.distributed.tensor.experimental import _attention as attention
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = init_device_mesh("cuda", (rank.size,), mesh_dim_names=("cp",))
+        q, k, v, factors = buffers = [tensor.to(rank.device) for tensor in self.data(self.dtype)]
+        causal = self.case.sizes["causal"]
+        options = attention._cp_options
+        before = options.enable_load_balance, options.rotate_method
+        try:
+            options.enable_load_balance = causal == "balanced"
+            attention.set_rotate_method(str(self.case.sizes["rotation"]))
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers={factors}):
+                q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
+                outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal != "not causal")
+                weighted(outputs, factors).backward()
+                # The outputs with the sequence before the heads, as a model has them outside of its attention.
+                shards = {"outputs": outputs.detach().transpose(1, 2)} | _gradients({"q": q, "k": k, "v": v})
+                full_tensors = attention.context_parallel_unshard(mesh, [*shards.values()], [1, 2, 2, 2])
+                full_tensors[0] = full_tensors[0].transpose(1, 2)
+        finally:
+            options.enable_load_balance, options.rotate_method = before
+        return dict(zip(shards, full_tensors, strict=True))
+
+
+_LAYER_FEATURES = 6
+
+
+class AsynchronousLayers(DividedStep):
+    """`recipes.model_parallel`: two layers whose products overlap with their collectives."""
+
+    def lacks(self, rank: Rank) -> str | None:
+        peers = {*range(torch.cuda.device_count())} - {rank.device.index}
+        unreachable = not all(torch.cuda.can_device_access_peer(rank.device, peer) for peer in peers)
+        if on_any_rank(rank, unreachable or rank.node_index > 0):
+            return "GPUs that do not reach the memory of each other"
+        refused = False
+        if simulated_device_count() is None:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            try:
+                symmetric.get_symm_mem_workspace(rank.group.group_name, 1 << 16)
+            except RuntimeError:  # the driver, or the container, does not share memory between processes
+                refused = True
+        return "no symmetric memory" if on_any_rank(rank, refused) else None
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return inputs, factors of outputs in the loss, and the weights of both layers."""
+        rows, hidden = self["own"] * self.ranks, self["hidden"] * self.ranks
+        shapes = (rows, _LAYER_FEATURES), (rows, _LAYER_FEATURES), (hidden, _LAYER_FEATURES), (_LAYER_FEATURES, hidden)
+        return self.tensors(dtype, *shapes)
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        x, factors, up, down = (tensor.requires_grad_() for tensor in self.data(dtype))
+        outputs = F.linear(F.gelu(F.linear(x, up)), down)
+        weighted(outputs, factors).backward()
+        return {"outputs": outputs.detach()} | _gradients({"inputs": x, "up": up, "down": down})
+
+    def divided(self, rank: Rank) -> Results:
+        x, factors, up, down = self.data(self.dtype)
+        rows, hidden = (chunks(count, rank.size)[rank.index] for count in (len(x), len(up)))
+        x, up, down = (tensor.to(rank.device).requires_grad_() for tensor in (x[rows], up[hidden], down[:, hidden]))
+        outputs = model_parallel.scattered_linear(F.gelu(model_parallel.gathered_linear(x, up)), down)
+        weighted(outputs, factors[rows].to(rank.device)).backward()
+        results = {"outputs": outputs.detach()} | _gradients({"inputs": x, "up": up, "down": down})
+        return _portions(results, {"outputs": (0, rows), "inputs": (0, rows), "up": (0, hidden), "down": (1, hidden)})

@@ -35,7 +35,7 @@ from mgpu_check.asserts.known_defects import is_known, known_defect, left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.differences import difference
-from mgpu_check.suite.common.pairs import near_square
+from mgpu_check.oracles.pairs import near_square
 from mgpu_check.suite.sharded.redistribution import compared, part_of, placed, require_none_wrong, text_of
 from mgpu_check.torch_hooks.tensors import plain
 from mgpu_check.version import torch_version

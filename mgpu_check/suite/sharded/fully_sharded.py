@@ -33,10 +33,10 @@ from mgpu_check.asserts.models import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.numerics.steps import full_precision
+from mgpu_check.oracles.pairs import drawn_rows, near_square, words_of
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import gathered, one_device, own_part, own_results, sgd
-from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.torch_hooks.tensors import copied, name_of
 
 

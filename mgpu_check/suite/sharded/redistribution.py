@@ -18,7 +18,7 @@ from torch.nn import functional
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.oracles.agreement import difference
-from mgpu_check.suite.common.pairs import near_square
+from mgpu_check.oracles.pairs import near_square
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
 _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")

@@ -13,6 +13,7 @@ from typing import Any
 
 _Row = dict[str, Any]
 _Place = tuple[str, int]
+_DEFAULT = object()
 
 
 def in_pairs(options: Mapping[str, Sequence[Any]], allowed: Callable[[_Row], bool] = lambda row: True) -> list[_Row]:
@@ -75,3 +76,31 @@ def near_square(ranks: int) -> tuple[int, int]:
     """Return the sides of the mesh of `ranks` ranks that is closest to a square, the smaller side first."""
     side = max(side for side in range(1, ranks + 1) if ranks % side == 0 and side * side <= ranks)
     return side, ranks // side
+
+
+def settings_in_pairs(
+    values: Sequence[tuple[str, Any]], allowed: Callable[[_Row], bool] = lambda setting: True
+) -> list[_Row]:
+    """Return settings of options: each value alone, then settings that together have each allowed pair of values.
+
+    Args:
+        values: options and values besides their default, the simplest first. A setting lacks what has its default.
+        allowed: says whether a setting may be used.
+    """
+    options: dict[str, list[Any]] = {}
+    for name, value in values:
+        options.setdefault(name, []).append(value)
+
+    def besides_defaults(row: _Row) -> _Row:
+        return {name: value for name, value in row.items() if value is not _DEFAULT}
+
+    choices = {name: [*chosen, _DEFAULT] for name, chosen in options.items()}  # the default where nothing else may be
+    rows = map(besides_defaults, in_pairs(choices, lambda row: allowed(besides_defaults(row))))
+    settings = [{name: value} for name, value in values]
+    pairs_of = [(row, {*itertools.combinations(row.items(), 2)}) for row in rows]
+    missing = set().union(*(pairs for _, pairs in pairs_of))
+    while missing:  # without rows that only pairs with a default need
+        row, pairs = max(pairs_of, key=lambda entry: len(entry[1] & missing))
+        settings.append(row)
+        missing -= pairs
+    return [setting for setting in settings if allowed(setting)]
