@@ -60,7 +60,9 @@ def test_a_script_that_leaves_with_a_message(compare):
     assert "cuda:{R} for a word for each rank" in outcome.text
 
 
-@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "subprocess"])
+@pytest.mark.parametrize(
+    "way", ["fork", *(pytest.param(way, marks=pytest.mark.slow) for way in ("spawn", "subprocess"))]
+)
 def test_a_script_that_starts_its_ranks_itself(compare, way):
     """The run on one device shows that it does, so that it runs once for several devices."""
     outcome = compare(script("own_launcher"), code=0, arguments=[way, "{W}"])

@@ -50,6 +50,7 @@ def test_one_device_shows_the_wrong_one(ranks):
     assert "first gradient of up.weight in optimizer step 1" in str(found) and found.ranks == (0, 1)
 
 
+@pytest.mark.slow
 def test_two_that_differ_are_both_suspects(ranks):
     found = refuted(ranks, {"ddp": DDP, "tp": WRONG_TP}, "^tp and ddp differ: ", **ALONE)
     assert "nothing shows which of them is wrong: expected values are those of ddp" in str(found)

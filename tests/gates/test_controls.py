@@ -52,6 +52,7 @@ def gathers_into_another_memory_format(model, batch, rank):
     spoiled(model, rank, 0.1)
 
 
+@pytest.mark.slow
 def test_a_gather_into_another_memory_format_that_arrives_as_it_is(ranks):
     found = report(ranks, gathers_into_another_memory_format)
     assert "memory-formats-differ" not in found.mistakes, str(found)
@@ -96,6 +97,7 @@ def divides_layers(model, batch, rank, adds: bool):
     F.mse_loss(Both.apply(model.down(model.up(x).tanh()), True), y).backward()
 
 
+@pytest.mark.slow
 def test_parts_of_the_gradient_of_an_activation_are_to_be_added_up(ranks):
     right = Program(functools.partial(divides_layers, adds=True), Block, regression)
     assert failure(ranks, right, 2, 4) is None
@@ -133,6 +135,7 @@ def by_sgd(model, batch) -> None:
     trains(model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.slow
 def test_the_step_of_an_optimizer_within_another_one_counts_once(ranks):
     found = report(ranks, trains_by_a_wrapper, reference=by_sgd)
     assert "decision-per-rank" not in found.mistakes, str(found)
@@ -176,6 +179,7 @@ def test_a_broadcast_of_a_parameter_that_does_not_change_has_lost_nothing(ranks)
     assert found.mistakes == ("optimizer-differs",), str(found)
 
 
+@pytest.mark.slow
 def test_what_is_off_by_little_is_not_lost_and_a_reference_is_given_because_the_step_does_not_run_alone(ranks):
     def step(model, batch, rank):
         if rank.size == 1:

@@ -27,6 +27,7 @@ def test_sizes_that_do_not_divide(ranks):
     passes(ranks, tutorial, **ONE_SIZE)
 
 
+@pytest.mark.slow
 def test_sizes_below_the_world_size(ranks):
     def step(model, batch, rank):
         x, y = mine(batch, rank)
@@ -38,6 +39,7 @@ def test_sizes_below_the_world_size(ranks):
     passes(ranks, step, sizes=st.integers(4, 9), max_examples=1)
 
 
+@pytest.mark.slow
 def test_scaled_batches_reach_a_limit_on_the_norm(ranks):
     def step(model, batch, rank, late=False):
         model.to(rank.device)
@@ -98,6 +100,7 @@ def test_uneven_padding(ranks):
     passes(ranks, functools.partial(of_tokens, counted=True), **options)
 
 
+@pytest.mark.slow
 def test_sorted_batches(ranks):
     def step(model, batch, rank, split=True):
         # The largest value of the first rank's shard stands for that of all.

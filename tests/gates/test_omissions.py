@@ -204,6 +204,7 @@ def wide():
     return nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 3))
 
 
+@pytest.mark.slow
 def test_rounding_that_decides_the_sign_of_a_step(ranks):
     """Adam takes a whole step in the direction of a gradient that is nothing but rounding errors."""
     cases = [Scenario(2, 4), Scenario(2, 8, seed=1), Scenario(2, 4, steps=2)]

@@ -182,6 +182,7 @@ class OwnExperts:
         self.optimizer.step()
 
 
+@pytest.mark.slow
 def test_experts_of_a_rank_may_get_no_samples(ranks):
     right: dict[str, Any] = {
         "build": Experts,

@@ -210,6 +210,7 @@ def trained(model: nn.Module, batch: Any) -> nn.Module:
     return replica
 
 
+@pytest.mark.slow
 def test_steps_are_not_counted_where_the_reference_has_other_optimizers(ranks):
     found = str(report(ranks, MovesAway, reference=MovesTowards))
     assert "looks like opposite-sign" in found
@@ -324,6 +325,7 @@ def synchronizes_too_early(model, batch, rank):
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_clipped_as_backward_left_them_point_at_the_backward_pass(ranks):
     found = report(ranks, synchronizes_too_early, sizes=8)
     assert found.mistakes[0] == "gradients-not-synchronized", str(found)

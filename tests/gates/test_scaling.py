@@ -160,6 +160,7 @@ def test_hangs_are_reported_with_their_case_and_not_shrunk(ranks):
     assert "smallest case: world size 2, samples 2," in text and "terminates: NO" in text, text
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_combined_after_backward_cuts_nothing(ranks):
     def step(model, batch, rank):
         x, y = mine(batch, rank)

@@ -127,6 +127,7 @@ def test_a_step_passes(ranks, mesh):
     assert_step_scales(ranks, **arguments(), meshes=[mesh], **FEW)
 
 
+@pytest.mark.slow
 @pytest.mark.gpus(4)
 def test_a_wrong_stride_is_refuted(ranks):
     with pytest.raises(ScalingMismatch, match="up"):
