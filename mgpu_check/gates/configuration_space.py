@@ -1,0 +1,142 @@
+"""The gate for a space of configurations: a step gives the same results with each pair of values of its options."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from mgpu_check.diagnosis.observations import KINDS
+from mgpu_check.errors import ScalingMismatch
+from mgpu_check.gates.agreement_gate import Configuration, assert_steps_agree
+from mgpu_check.gates.gate_arguments import RanksFixture
+from mgpu_check.numerics.placement import Placement
+from mgpu_check.oracles.pairs import settings_in_pairs
+
+_GATE = "assert_configurations_agree"
+_TOGETHER = 8  # settings that run in one comparison: more would keep the results of all of them
+
+Setting = Mapping[str, Any]
+
+
+def assert_configurations_agree(
+    ranks: RanksFixture,
+    step: Callable[..., Any],
+    *,
+    space: Mapping[str, Sequence[Any]],
+    build: Callable[[], Any],
+    batch: Callable[[int], Any],
+    on: Callable[..., int | Mapping[str, int]] | None = None,
+    valid: Callable[..., bool] | None = None,
+    reference: Callable[..., Any] | None = None,
+    placement: Placement = None,
+    returned_by: Callable[[Mapping[str, int]], bool] | str | None = None,
+    sizes: Sequence[int] | str | None = None,
+    observe: Collection[str] = KINDS,
+    tolerance: float | Mapping[str, float] | None = None,
+    max_examples: int = 2,
+) -> None:
+    """Assert that a step gives the same results with all options of a space.
+
+    The first value of each option is the simplest, and other configurations are compared with that of all first values.
+    First one option has another value. Then settings together have each pair of values of two options. A failure is
+    shrunk to the fewest options: the report names those, and without any one of them the step agrees.
+
+    Args:
+        ranks: the fixture.
+        step: ``step(model, batch, rank, **options)``, or a class that is called with ``(model, rank, **options)``
+            first and then like a step; see `assert_step_scales`.
+        space: the options and their values: ``{"tp": [1, 2], "recompute": [False, True]}``.
+        build, batch, reference, placement, returned_by, sizes, observe, tolerance: as in `assert_steps_agree`. With a
+            reference, each configuration is compared with one device instead.
+        on: ``on(**options)`` returns the number of ranks or the mesh of a configuration. Default: all ranks.
+        valid: ``valid(**options)`` returns whether a configuration may run. Default: all may.
+        max_examples: approximate number of cases for each configuration.
+
+    Raises:
+        ScalingMismatch: a configuration differs. The message has the options that it takes.
+        NotCompared, RankHang: as in `assert_steps_agree`.
+        ValueError: an argument is wrong, or no configuration besides the simplest is valid.
+    """
+    simplest = _simplest(space)
+    if valid is not None and not valid(**simplest):
+        raise ValueError(f"{_GATE}: valid is False for the first value of each option, {described(simplest)}")
+
+    def is_allowed(options: Setting) -> bool:
+        return valid is None or bool(valid(**simplest | dict(options)))
+
+    others = [(name, value) for name, values in space.items() for value in values[1:]]
+    settings = settings_in_pairs(others, is_allowed)
+    if not settings:
+        raise ValueError(f"{_GATE}: valid leaves the first value of each option alone, {described(simplest)}")
+
+    def configuration(options: Setting) -> Configuration:
+        whole = simplest | dict(options)
+        return Configuration(
+            functools.partial(step, **whole), None if on is None else on(**whole), placement, returned_by
+        )
+
+    def failure(tried: Sequence[Setting]) -> ScalingMismatch | None:
+        steps = {described(options): configuration(options) for options in ({}, *tried)}
+        steps = {name or described(simplest): each for name, each in steps.items()}
+        try:
+            assert_steps_agree(
+                ranks,
+                steps,
+                build=build,
+                batch=batch,
+                reference=reference,
+                one_device=reference is not None,
+                sizes=sizes,
+                observe=observe,
+                tolerance=tolerance,
+                max_examples=max_examples,
+            )
+        except ScalingMismatch as error:
+            return error
+        return None
+
+    for start in range(0, len(settings), _TOGETHER):
+        together = settings[start : start + _TOGETHER]
+        if failure(together) is None:
+            continue
+        for options in together:  # several may fail, and the simplest come first
+            if (error := failure([options])) is not None:
+                raise _shrunk(options, error, failure, is_allowed)
+        raise failure(together) or AssertionError("the settings fail together only")
+
+
+def described(options: Setting) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _simplest(space: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    example = 'give a mapping from options to values, such as {"tp": [1, 2], "recompute": [False, True]}'
+    if not isinstance(space, Mapping) or not space:
+        raise ValueError(f"{_GATE}: space={space!r:.80}; {example}")
+    for name, values in space.items():
+        if not isinstance(name, str) or not isinstance(values, list | tuple) or len(values) < 2:
+            raise ValueError(f"{_GATE}: space has {name!r}: {values!r:.80}; {example}, with two values or more")
+    return {name: values[0] for name, values in space.items()}
+
+
+def _shrunk(
+    options: Setting,
+    error: ScalingMismatch,
+    failure: Callable[[Sequence[Setting]], ScalingMismatch | None],
+    is_allowed: Callable[[Setting], bool],
+) -> ScalingMismatch:
+    """Return the error of the fewest options that still fail, with a line that says what agrees."""
+    agreeing: list[Setting] = []
+    for name in options:
+        fewer = {other: value for other, value in options.items() if other != name}
+        if not fewer or not is_allowed(fewer):
+            continue
+        if (of_fewer := failure([fewer])) is not None:
+            return _shrunk(fewer, of_fewer, failure, is_allowed)
+        agreeing.append(fewer)
+    remark = f"fails with {described(options)}"
+    if agreeing:
+        error = failure([*agreeing, options]) or error  # those that agree are the control
+        remark += f"; agrees with {', and with '.join(map(described, agreeing))}"
+    return ScalingMismatch(f"{error}\n  {remark}", ranks=error.ranks, mistakes=error.mistakes, site=error.site)
