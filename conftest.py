@@ -1,3 +1,5 @@
-"""Shared by the tool's own tests."""
+"""Shared by the tool's own tests.
 
-pytest_plugins = ["pytester"]
+pytest.ini loads `pytester`: this file is above the packaged tests, and pytest refuses `pytest_plugins` in a file that
+is not at the root of the run.
+"""

@@ -28,6 +28,7 @@ class Application:
         options: a dataclass of more options of pytest, made of `mgpu_check.settings.option_field`, with a method
             ``misuse(settings)`` that returns what does not fit together, or None; None for no options.
         modules_of_ranks: takes the files of tests of this package; returns the modules that their ranks import.
+        asked_by: the option that makes pytest run the tests of this package beside those of the user; "" for none.
         advice: what a failed check may show besides wrong code, by whether the devices are simulated.
     """
 
@@ -36,6 +37,7 @@ class Application:
     frames: Literal["check", "engine", "user"] = "user"
     options: type[Any] | None = None
     modules_of_ranks: Callable[[Iterable[Path]], list[str]] = lambda tests: []
+    asked_by: str = ""
     advice: Mapping[bool, str] = field(default_factory=dict)
 
 

@@ -34,7 +34,8 @@ Trains a model in each way that applies, on one device and on several, compares 
 TARGET is package.module:NAME or FILE.py:NAME, a class or a function without arguments, or a small random model of a
 library: transformers:Qwen3ForCausalLM, torchvision:resnet18, timm:NAME, diffusers:CLASS. Nothing is downloaded.
 
-  --ways    ways to try: dp, ddp, fsdp1, fsdp2, hsdp, tp, tp-layers, ep, fsdp2-tp, fsdp-tp (default: all that apply)
+  --ways    ways to try: dp, ddp, fsdp1, fsdp2, hsdp, tp, tp-layers, pp, own, ep, fsdp2-tp, fsdp-tp
+            (default: all that apply; own: a function parallelize(model, mesh) beside the model, and MESH)
   --batch   function(n) that returns n samples: a mapping of arguments of the model, or (inputs, target)
             (default: a function `batch` beside the model, or shapes that the model accepts)
   --loss    function(output, target) that returns the mean loss (default: a function `loss` beside the model, the loss

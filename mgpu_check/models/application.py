@@ -9,7 +9,7 @@ from mgpu_check import option_values
 from mgpu_check.applications import Application
 from mgpu_check.settings import Settings, option_field
 
-WAYS = ("dp", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "tp-layers", "ep", "fsdp2-tp", "fsdp-tp")
+WAYS = ("dp", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "tp-layers", "pp", "own", "ep", "fsdp2-tp", "fsdp-tp")
 """Names of the ways to train; `mgpu_check.models.ways` has them."""
 
 
@@ -64,4 +64,10 @@ class ModelSettings:
         return None
 
 
-APPLICATION = Application(package="mgpu_check.models", command=("model",), frames="engine", options=ModelSettings)
+APPLICATION = Application(
+    package="mgpu_check.models",
+    command=("model",),
+    frames="engine",
+    options=ModelSettings,
+    asked_by="model_target",
+)

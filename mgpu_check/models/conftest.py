@@ -16,6 +16,7 @@ from mgpu_check.plugin.stash import SESSION
 
 EXAMINATION: pytest.StashKey[Examination] = pytest.StashKey()
 GOLDEN: pytest.StashKey[dict[str, str]] = pytest.StashKey()
+FAILED: pytest.StashKey[int] = pytest.StashKey()
 RESULTS: pytest.StashKey[dict[str, WayResult]] = pytest.StashKey()
 
 
@@ -47,6 +48,7 @@ def note(request: pytest.FixtureRequest) -> Callable[[WayResult], None]:
         row = results.setdefault(result.way, result)
         row.settings, row.untried = result.settings, result.untried
         row.failures, row.on_one_device = result.failures, result.on_one_device
+        row.not_compared = result.not_compared
 
     return add
 
@@ -79,10 +81,18 @@ def _report(config: pytest.Config) -> ModelReport | None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Count the failures of the tests here. If one of the user fails, the table does not decide the exit code."""
+    report = yield
+    item.config.stash[FAILED] = item.config.stash.get(FAILED, 0) + report.failed
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
     """Set the exit code to that of the table, or 1 if it is another one than the golden one, which a run writes."""
     config = session.config
-    report = _report(config)
+    report = _report(config) if session.testsfailed == config.stash.get(FAILED, 0) else None
     if report is not None and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         session.exitstatus = report.exit_code
         golden = config.stash.get(GOLDEN, None)

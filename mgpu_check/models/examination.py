@@ -7,6 +7,7 @@ occurs. A setting that fails is shrunk to the fewest options, and tried on one d
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -65,7 +66,7 @@ class Examination:
 
     def try_way(self, name: str) -> tuple[WayResult, BaseException | None]:
         """Try a way without options. Return the result, and the error with the report of a failure."""
-        way = way_of(name)
+        way = way_of(name, self.traits)
         result = WayResult(name, "not applicable")
         result.reason = way.refusal(self.traits)
         if not result.reason and self.ranks.size < way.devices:
@@ -171,37 +172,51 @@ class Examination:
 
     def try_options(self, name: str) -> WayResult:
         """Try a way with options, until the time has passed. Return its result with them."""
-        way, base = way_of(name), self.bases[name]
+        way, base = way_of(name, self.traits), self.bases[name]
         result = WayResult(name, "equal")
         now = time.monotonic()
         ends = now + max(0.0, self.ends - now) / (len(self.bases) - self.options_tried)
         self.options_tried += 1
-        settings = settings_for(name, self.traits, self.compiles, base)
         self.outcomes[name, base] = result
-        for number, setting in enumerate(settings):
+        settings = deque(settings_for(name, self.traits, self.compiles, base))
+        seen = {base, *settings}
+        failing = self.failing.setdefault(name, [])
+        while settings:
             if time.monotonic() > ends:
-                result.untried += len(settings) - number
+                result.untried += len(settings)
                 break
-            if any(set(options) <= set(setting) for options in self.failing.get(name, [])):
-                continue  # it has the options of a failure
-            outcome = self._outcome(way, setting)
-            if outcome.status == "not compared":
-                result.untried += 1
-                continue
-            result.settings += 1
-            if outcome.status == "equal":
-                continue
-            smallest = self._shrunk(way, base, setting)
-            alone = tuple(pair for pair in smallest if pair not in base)
-            failed, control = self._outcome(way, smallest), self._outcome(ONE_DEVICE, alone)
-            if control.status != "equal":
-                result.on_one_device.append(f"{described(alone)} {control.status} on one device, too: {control.reason}")
-                result.settings -= 1
-            else:
-                self._diagnosed(way, smallest, failed, ScalingMismatch(failed.reason))
-                result.failures.append(OptionFailure(described(alone), failed.status, failed.reason))
-            self.failing.setdefault(name, []).append(alone)
+            setting = settings.popleft()
+            smallest = next((options for options in failing if {*options} <= {*setting}), None)
+            if smallest is None:
+                smallest = self._compared(way, base, setting, result)
+            if smallest is not None:
+                # A failure hides what the other options do, so they are tried without it.
+                fewer = [tuple(other for other in setting if other != pair) for pair in smallest]
+                settings.extend(each for each in dict.fromkeys(fewer) if each not in seen)
+                seen.update(fewer)
         return result
+
+    def _compared(self, way: Way, base: Setting, setting: Setting, result: WayResult) -> Setting | None:
+        """Compare a setting, and add it to the result. Return the fewest options that fail; None if it is equal."""
+        outcome = self._outcome(way, setting)
+        if outcome.status == "not compared":
+            result.untried += 1
+            result.not_compared.append(f"{described(setting)}: {outcome.reason}")
+            return None
+        result.settings += 1
+        if outcome.status == "equal":
+            return None
+        smallest = self._shrunk(way, base, setting)
+        alone = tuple(pair for pair in smallest if pair not in base)
+        failed, control = self._outcome(way, smallest), self._outcome(ONE_DEVICE, alone)
+        if control.status != "equal":
+            result.on_one_device.append(f"{described(alone)} {control.status} on one device, too: {control.reason}")
+            result.settings -= 1
+        else:
+            self._diagnosed(way, smallest, failed, ScalingMismatch(failed.reason))
+            result.failures.append(OptionFailure(described(alone), failed.status, failed.reason))
+        self.failing[way.name].append(alone)
+        return alone
 
     def _outcome(self, way: Way, setting: Setting) -> WayResult:
         """Try a way with options, once."""

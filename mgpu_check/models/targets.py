@@ -113,6 +113,25 @@ def member(module: ModuleType, name: str) -> Any:
         raise UnusableModel(f"{module.__name__} has no {name}; {known}") from None
 
 
+def parallelism_of(target: str) -> tuple[Callable[[Any, Any], Any] | None, tuple[tuple[str, int], ...]]:
+    """Return the function ``parallelize(model, mesh)`` beside a model of the user, and the axes of its mesh.
+
+    Raises:
+        UnusableModel: the function is there, and no usable MESH.
+    """
+    module = module_of(target)
+    function = None if library_of(target) else getattr(module, "parallelize", None)
+    if function is None:
+        return None, ()
+    mesh = getattr(module, "MESH", None)
+    if not isinstance(mesh, dict) or not mesh or not all(type(size) is int and size > 0 for size in mesh.values()):
+        raise UnusableModel(
+            f"{module.__name__} has parallelize, and MESH = {mesh!r}; give axes and their sizes: "
+            'MESH = {"dp": 2, "tp": 2}'
+        )
+    return function, tuple(mesh.items())
+
+
 def _of_user(module: ModuleType, name: str) -> Any:
     maker = member(module, name)
     if isinstance(maker, nn.Module):

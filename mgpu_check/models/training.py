@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.models.inputs import Recipe, call, loss_of, make_batch, recipe_of
-from mgpu_check.models.targets import build
-from mgpu_check.models.training_options import Setting, autocast, optimizer_of, prepare, untie
+from mgpu_check.models.targets import build, parallelism_of
+from mgpu_check.models.training_options import PARTS, Setting, adapt, autocast, optimizer_of, prepare, untie
 from mgpu_check.models.traits import Traits, traits_of
-from mgpu_check.models.ways import part_of, shard, way_of
+from mgpu_check.models.ways import MICRO_BATCHES, divide, part_of, shard, way_of
 
-_OF_REFERENCE = ("optimizer", "clipping", "frozen", "autocast", "tied weights")
+_OF_REFERENCE = ("optimizer", "clipping", "frozen", "adapters", "autocast", "tied weights")
 """Options that change what one device computes."""
 
 
@@ -42,7 +42,7 @@ class Training:
     @property
     def program(self) -> Program:
         return Program(
-            functools.partial(Step, self),
+            functools.partial(PipelineStep if self.way == "pp" else Step, self),
             functools.partial(_built, self),
             functools.partial(make_batch, self.recipe),
             functools.partial(Reference, self.reference),
@@ -52,15 +52,16 @@ class Training:
 
 
 def _built(training: Training) -> nn.Module:
-    model = build(training.target)
-    return untie(model) if "tied weights" in dict(training.setting) else model
+    model, options = build(training.target), dict(training.setting)
+    model = untie(model) if "tied weights" in options else model
+    return adapt(model) if "adapters" in options else model
 
 
 def inspected(target: str, batch: str, loss: str) -> tuple[Recipe, Traits]:
     """Build the model in a rank, and return its inputs and its traits."""
     model = build(target)
     recipe = recipe_of(model, target, batch, loss)
-    return recipe, traits_of(model)
+    return recipe, traits_of(model, parallelism_of(target)[1])
 
 
 class _Trainer:
@@ -75,15 +76,8 @@ class _Trainer:
 
     def train(self, rows: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
         """Train on the rows of this rank; return the mean loss before and after the step."""
-        recipe, losses = self.training.recipe, []
         self.optimizer.zero_grad()
-        count = 2 if "accumulation" in self.options else 1
-        for number in range(count):
-            micro_batch = pytree.tree_map_only(torch.Tensor, functools.partial(shard, part=(number, count)), rows)
-            with autocast(device, self.options):
-                loss = loss_of(recipe, call(self.called, micro_batch), micro_batch)
-            (loss / count).backward()
-            losses.append(loss.detach())
+        loss = self.backward(rows, device)
         if "clipping" in self.options:
             own = getattr(self.called, "clip_grad_norm_", None)  # of FullyShardedDataParallel
             own(0.1) if own else nn.utils.clip_grad_norm_(self.called.parameters(), 0.1, foreach=self.foreach)
@@ -91,11 +85,35 @@ class _Trainer:
         self.steps += 1
         self.model.eval()
         self.called.eval()
-        with torch.no_grad(), autocast(device, self.options):
-            evaluation = loss_of(recipe, call(self.called, rows), rows)
+        with torch.no_grad():
+            evaluation = self.evaluate(rows, device)
         self.model.train()
         self.called.train()
-        return {"loss": torch.stack(losses).mean(), "evaluation": evaluation.detach()}
+        return {"loss": loss, "evaluation": evaluation.detach()}
+
+    def evaluate(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        with autocast(device, self.options):
+            return loss_of(self.training.recipe, call(self.called, rows), rows)
+
+    def backward(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        """Make the gradients; return the mean loss."""
+        losses = []
+        for share, micro_batch in _divided(rows, PARTS.get(self.options.get("accumulation", ""), (1,))):
+            with autocast(device, self.options):
+                loss = loss_of(self.training.recipe, call(self.called, micro_batch), micro_batch) * share
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+
+def _divided(rows: Mapping[str, Any], shares: Sequence[int]) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    """Yield micro-batches of samples, each with its share of them."""
+    count = next(len(leaf) for leaf in pytree.tree_leaves(rows) if isinstance(leaf, torch.Tensor))
+    sizes = [count * share // sum(shares) for share in shares]
+    leaves, spec = pytree.tree_flatten(rows)
+    parts = [leaf.split(sizes) if isinstance(leaf, torch.Tensor) else [leaf] * len(sizes) for leaf in leaves]
+    for size, *own in zip(sizes, *parts, strict=True):
+        yield size / count, pytree.tree_unflatten(own, spec)
 
 
 class Reference(_Trainer):
@@ -114,11 +132,18 @@ class Step(_Trainer):
     """The step on a rank."""
 
     def __init__(self, training: Training, model: nn.Module, rank: Rank) -> None:
-        self.way, options = way_of(training.way), dict(training.setting)
+        self.training, self.way, options = training, way_of(training.way), dict(training.setting)
         model.to(rank.device).train()
         prepare(model, options)
         foreach = False if self.way.divides_parameters else None
-        super().__init__(training, model, self.way.wrap(model, rank, options), foreach)
+        super().__init__(training, model, self._wrapped(model, rank, options), foreach)
+
+    def _wrapped(self, model: nn.Module, rank: Rank, options: Mapping[str, str]) -> Any:
+        parallelize, _ = parallelism_of(self.training.target) if self.way.name == "own" else (None, ())
+        if parallelize is None:
+            return self.way.wrap(model, rank, options)
+        called = parallelize(model, rank.mesh)
+        return model if called is None else called
 
     def __call__(self, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
         if self.steps == 1 and "state" in self.options:
@@ -137,6 +162,39 @@ class Step(_Trainer):
             for parameter in self.called.parameters():
                 parameter.zero_()
         set_state_dict(self.called, self.optimizer, model_state_dict=state, optim_state_dict=moments, options=whole)
+
+
+class PipelineStep(Step):
+    """The step on a rank that has a stage of a pipeline."""
+
+    def __init__(self, training: Training, model: nn.Module, rank: Rank) -> None:
+        super().__init__(training, model, rank)
+        batch = make_batch(training.recipe, 2 * MICRO_BATCHES)
+        batch = pytree.tree_map_only(torch.Tensor, lambda value: value.to(rank.device), batch)
+        self.schedule = divide(model, self._loss, batch, rank, self.options.get("schedule", "GPipe"))
+        self.is_last, self.last = rank.index == rank.size - 1, rank.size - 1
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = optimizer_of(iter(trained), self.options)
+
+    def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        return loss_of(self.training.recipe, call(model, batch), batch)
+
+    def backward(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        return self._scheduled(self.schedule.step, rows, device)
+
+    def evaluate(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        return self._scheduled(self.schedule.eval, rows, device)
+
+    def _scheduled(self, step: Any, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        """Run all micro-batches; return their mean loss, which the last stage knows and sends to all."""
+        losses: list[torch.Tensor] = []
+        with autocast(device, self.options):
+            # The schedule divides what it calls the target, too; the batch has the target of the model.
+            ends = {"target": torch.zeros(MICRO_BATCHES, device=device), "losses": losses} if self.is_last else {}
+            step(batch=rows, **ends)
+        loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
+        dist.broadcast(loss, self.last)
+        return loss
 
 
 def _mean(loss: torch.Tensor) -> torch.Tensor:

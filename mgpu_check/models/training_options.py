@@ -6,7 +6,8 @@ A setting of options is a mapping from name to value, without those that have th
 from __future__ import annotations
 
 import contextlib
-import itertools
+import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mgpu_check.models.traits import Traits, blocks_of, names_of_parameters
+from mgpu_check.models.traits import Traits, blocks_of, class_of, names_of_parameters
+from mgpu_check.oracles.pairs import settings_in_pairs
 
 Pair = tuple[str, str]
 Setting = tuple[Pair, ...]
@@ -38,9 +40,11 @@ class Option:
 
 _WHOLE = ("dp", "ddp", "fsdp1", "fsdp2", "hsdp")
 """Ways that treat all parameters alike."""
+_ONE_CALL = (*_WHOLE, "tp", "tp-layers", "own", "ep", "fsdp2-tp", "fsdp-tp")
+"""Ways in which a rank calls the whole model once."""
 
 OPTIONS: tuple[Option, ...] = (
-    Option("accumulation", ("2 micro-batches",)),
+    Option("accumulation", ("2 micro-batches", "micro-batches of 3 to 1"), _ONE_CALL),
     Option("checkpointing", ("non-reentrant", "reentrant")),
     Option("autocast", ("bfloat16",)),
     Option("optimizer", ("AdamW",)),
@@ -48,21 +52,30 @@ OPTIONS: tuple[Option, ...] = (
     Option("optimizer", ("fused AdamW", "foreach AdamW"), _WHOLE),
     Option("clipping", ("norm 0.1",), _WHOLE),
     Option("frozen", ("every second block", "embeddings")),
+    Option("adapters", ("LoRA",), _WHOLE),  # a plan of transformers loads the model anew, without them
     Option("batch norm", ("SyncBatchNorm",), ("ddp", "fsdp2", "hsdp")),
     Option("state", ("saved and loaded before step 2",), ("ddp", "fsdp2", "hsdp", "fsdp1")),
     Option("buckets", ("view of gradients", "of 1 kB"), ("ddp",)),
     Option("graph", ("static_graph", "find_unused_parameters"), ("ddp",)),
     Option("reshard", ("not after forward",), ("fsdp2", "hsdp")),
-    Option("compile", ("aot_eager",)),  # last, because it takes longest
+    Option("schedule", ("1F1B",), ("pp",)),
+    Option("compile", ("aot_eager",), _ONE_CALL),  # last, because it takes longest
 )
 
 _REFUSED: tuple[tuple[str, Setting], ...] = (
+    *(("", (("autocast", "bfloat16"), ("optimizer", name))) for name in ("AdamW", "fused AdamW", "foreach AdamW")),
     ("ddp", (("checkpointing", "reentrant"), ("graph", "find_unused_parameters"))),
+    ("pp", (("checkpointing", "reentrant"),)),
 )
-"""Pairs that torch refuses with an error that says so (torch/csrc/distributed/c10d/reducer.cpp, torch 2.13)."""
+"""Way, or "" for all, and options that are not combined there. With autocast, rounding decides the sign of Adam's steps
+where a gradient is small, so nothing could be compared. Torch 2.13 refuses the others with an error that says so:
+torch/csrc/distributed/c10d/reducer.cpp; torch/utils/checkpoint.py, as a stage asks for the gradient of its input."""
 
 SYNCHRONIZED: Setting = (("batch norm", "SyncBatchNorm"),)
 UNUSED: Setting = (("graph", "find_unused_parameters"),)
+PARTS: Mapping[str, tuple[int, ...]] = {"2 micro-batches": (1, 1), "micro-batches of 3 to 1": (3, 1)}
+"""Accumulation -> the sizes of micro-batches, relative to each other."""
+
 HALVES: Setting = (("accumulation", "2 micro-batches"),)
 UNTIED: Setting = (("tied weights", "untied"),)
 """A control alone, on both sides: users want their weights tied."""
@@ -71,54 +84,30 @@ UNTIED: Setting = (("tied weights", "untied"),)
 def settings_for(way: str, traits: Traits, compiles: bool, base: Setting = ()) -> list[Setting]:
     """Return settings of a way: each value of an option alone, then settings in which each pair of values occurs.
 
-    The pairs are covered greedily: each setting starts with the first pair that is missing, and takes the values that
-    add most pairs (Cohen et al., The AETG system, 1997).
-
     Args:
         compiles: whether torch.compile has an effect.
         base: options that all settings have, besides their own.
     """
     options = [option for option in OPTIONS if _applies(option, way, traits, compiles)]
-    names = [option.name for option in options]
     values = [(option.name, value) for option in options for value in option.values]
     if not traits.embeds:
         values.remove(("frozen", "embeddings"))
-    alone: list[Setting] = [(value,) for value in values]
-    pairs = itertools.combinations(values, 2)
-    missing = {pair for pair in pairs if pair[0][0] != pair[1][0] and not _is_refused(way, pair)}
-    covering: list[Setting] = []
-    while missing:
-        chosen = dict(min(missing, key=lambda pair: [values.index(value) for value in pair]))
-        for option in options:
-            if option.name in chosen:
-                continue
-            same = [value for name, value in values if name == option.name]
-            allowed = [value for value in same if not _is_refused(way, (*chosen.items(), (option.name, value)))]
-            gains = {value: _new_pairs(chosen, (option.name, value), missing) for value in allowed}
-            best = max(gains, key=gains.__getitem__, default="")
-            if gains.get(best):
-                chosen[option.name] = best
-        setting = tuple(sorted(chosen.items(), key=lambda item: names.index(item[0])))
-        missing -= set(itertools.combinations(setting, 2))
-        covering.append(setting)
-    merged = (tuple((dict(setting) | dict(base)).items()) for setting in (*alone, *covering))
-    settings = (setting for setting in dict.fromkeys(merged) if {*setting} != {*base})
-    return [setting for setting in settings if not _is_refused(way, setting)]
+    settings = settings_in_pairs(values, lambda setting: not _is_refused(way, tuple(setting.items())))
+    merged = dict.fromkeys(tuple((setting | dict(base)).items()) for setting in settings)
+    return [setting for setting in merged if {*setting} != {*base} and not _is_refused(way, setting)]
 
 
 def _is_refused(way: str, setting: Setting) -> bool:
-    return any(way == refusing and {*pair} <= {*setting} for refusing, pair in _REFUSED)
+    return any(refusing in ("", way) and {*options} <= {*setting} for refusing, options in _REFUSED)
 
 
 def _applies(option: Option, way: str, traits: Traits, compiles: bool) -> bool:
-    if (option.name == "batch norm" and not traits.batch_norms) or (option.name == "compile" and not compiles):
-        return False
-    return not option.ways or way in option.ways
-
-
-def _new_pairs(chosen: Mapping[str, str], value: Pair, missing: set[tuple[Pair, Pair]]) -> int:
-    pairs = ((other, value) for other in chosen.items())
-    return sum(pair in missing or pair[::-1] in missing for pair in pairs)
+    has = {
+        "batch norm": bool(traits.batch_norms),
+        "compile": compiles,
+        "adapters": importlib.util.find_spec("peft") is not None and traits.has_linear,
+    }
+    return has.get(option.name, True) and (not option.ways or way in option.ways)
 
 
 def described(setting: Setting) -> str:
@@ -134,6 +123,15 @@ def untie(model: nn.Module) -> nn.Module:
     return model
 
 
+def adapt(model: nn.Module) -> nn.Module:
+    """Add adapters of LoRA to each Linear, with values that have an effect. Only they are trained."""
+    peft = importlib.import_module("peft")
+    names = [name for name, module in model.named_modules() if class_of(module) is nn.Linear]
+    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    adapted: nn.Module = peft.inject_adapter_in_model(config, model)
+    return adapted
+
+
 def prepare(model: nn.Module, options: Mapping[str, str]) -> None:
     """Change a model in place, before it is divided."""
     if (frozen := options.get("frozen")) is not None:
@@ -145,8 +143,19 @@ def prepare(model: nn.Module, options: Mapping[str, str]) -> None:
     if options.get("batch norm"):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if (kind := options.get("checkpointing")) is not None:
+        if getattr(model, "supports_gradient_checkpointing", False) and hasattr(model, "config"):
+            _checkpointed_by_transformers(model, {"use_reentrant": kind == "reentrant"})
+            return
         for _, block in blocks_of(model):
             _checkpointed(block, kind == "reentrant")
+
+
+def _checkpointed_by_transformers(model: Any, options: dict[str, bool]) -> None:
+    """Recompute blocks by the function of the model, which also turns its caches of keys and values off."""
+    if hasattr(model, "activation_checkpointing_enable"):  # the other name is deprecated in transformers 5.24
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _checkpointed(block: nn.Module, reentrant: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from mgpu_check.gates.gate_arguments import definition_of
+from mgpu_check.gates.search.scenarios import Mesh
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class Traits:
         plans: kinds of plans that the model has itself: "tp", "ep".
         divisible: names of Linear and Embedding modules that four ranks can divide.
         embeds: whether it has embeddings.
+        has_linear: whether it has Linear modules.
         defined: the line where its class is defined.
+        mesh: axes and sizes of the mesh of a function `parallelize` of the user; () without one.
     """
 
     name: str
@@ -31,10 +34,12 @@ class Traits:
     plans: tuple[str, ...]
     divisible: tuple[str, ...]
     embeds: bool
+    has_linear: bool
     defined: str
+    mesh: Mesh = ()
 
 
-def traits_of(model: nn.Module) -> Traits:
+def traits_of(model: nn.Module, mesh: Mesh = ()) -> Traits:
     norms = [name for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     return Traits(
         type(model).__name__,
@@ -44,7 +49,9 @@ def traits_of(model: nn.Module) -> Traits:
         tuple(kind for kind in ("tp", "ep") if _plan_of(model, kind)),
         tuple(divisible_layers(model, 4)),
         any(isinstance(module, nn.Embedding) for module in model.modules()),
+        any(class_of(module) is nn.Linear for module in model.modules()),
         definition_of(type(model)),
+        mesh,
     )
 
 

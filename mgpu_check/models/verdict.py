@@ -37,6 +37,7 @@ class WayResult:
         untried: number of settings that were not tried for lack of time.
         failures: settings that fail, shrunk.
         on_one_device: settings that fail on one device, too, each with the reason.
+        not_compared: settings that ran and were not compared, each with the reason; they are among the untried.
     """
 
     way: str
@@ -50,6 +51,7 @@ class WayResult:
     untried: int = 0
     failures: list[OptionFailure] = field(default_factory=list)
     on_one_device: list[str] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
 
     @property
     def options(self) -> str:
@@ -100,6 +102,7 @@ class ModelReport:
                 lines.append(f"{result.way}: equal with {result.base}; options are tried with it")
             lines += [f"{result.way}: {each.status} with {each.options}: {each.reason}" for each in result.failures]
             lines += [f"{result.way}: no fault of it: {setting}" for setting in result.on_one_device]
+            lines += [f"{result.way}: not compared: {setting}" for setting in result.not_compared]
         return [*lines, *([""] if lines else [])]
 
     def sentence(self) -> str:

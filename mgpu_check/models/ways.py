@@ -1,17 +1,20 @@
 """The ways to train a model on several devices: a row for each, with what applies it, and where it does not apply.
 
-Each way is the library's own: torch's wrappers as their pages show them, and the plans of transformers.
+Each way is the library's own: torch's wrappers and schedules as their pages show them, and the plans of transformers.
+Torch cuts no unchanged model into stages, so `Stage` does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +42,7 @@ class Way:
 
     Attributes:
         wrap: takes the model, the rank and options; returns what is called in place of the model.
+            It is not used where the step is another one: for a pipeline, and for the function of the user.
         mesh: axes of the mesh and their sizes; () for one group of two devices.
         data: axes that divide the batch, of `mesh`; None: all ranks do.
         derived: whether the plan is made here, so that no one has said that the model can be divided so.
@@ -60,6 +65,14 @@ class Way:
     def divides_parameters(self) -> bool:
         """True if some parameters are divided, and others are plain tensors."""
         return self.data is not None
+
+
+OF_DATA = ("dp", "data", "batch", "replicate", "shard", "fsdp", "dp_replicate", "dp_shard")
+"""Axes of a user's mesh that divide the batch."""
+
+
+def _unchanged(model: Any, rank: Rank, options: Options) -> Any:
+    return model
 
 
 def _data_parallel(model: Any, rank: Rank, options: Options) -> Any:
@@ -166,6 +179,10 @@ def _needs_layers(traits: Traits) -> str:
     return "" if traits.divisible else "no Linear or Embedding has a dimension that the ranks divide"
 
 
+def _needs_function(traits: Traits) -> str:
+    return "" if traits.mesh else "no function parallelize(model, mesh) is beside the model"
+
+
 def _two_by_two(first: str, second: str) -> Mesh:
     return (first, 2), (second, 2)
 
@@ -181,6 +198,8 @@ WAYS: tuple[Way, ...] = (
     Way("hsdp", _fully_sharded, _two_by_two("replicate", "shard")),
     Way("tp", _by_plan(tp_size="tp"), (("tp", 2),), (), _OWN_TP),
     Way("tp-layers", _tensor_parallel, (("tp", 2),), (), _needs_layers, derived=True),
+    Way("pp", _unchanged, (("pp", 2),), (), derived=True),
+    Way("own", _unchanged, (), OF_DATA, _needs_function),
     Way("ep", _by_plan(tp_size="ep", ep_size="ep"), (("ep", 2),), (), _OWN_EP),
     Way("fsdp2-tp", _fsdp2_and_tensor_parallel, _two_by_two("dp", "tp"), ("dp",), _needs_layers, derived=True),
     Way("fsdp-tp", _BOTH, _two_by_two("dp", "tp"), ("dp",), _OWN_TP),
@@ -188,12 +207,14 @@ WAYS: tuple[Way, ...] = (
 """All ways, from the usual to the rare."""
 
 
-ONE_DEVICE = Way("one device", lambda model, rank, options: model)
+ONE_DEVICE = Way("one device", _unchanged)
 """The control of options: what differs here is no fault of a way."""
 
 
-def way_of(name: str) -> Way:
-    return next(way for way in (*WAYS, ONE_DEVICE) if way.name == name)
+def way_of(name: str, traits: Traits | None = None) -> Way:
+    """Return a way by name; that of the user has the mesh of `traits`."""
+    way = next(way for way in (*WAYS, ONE_DEVICE) if way.name == name)
+    return replace(way, mesh=traits.mesh) if traits is not None and name == "own" else way
 
 
 def part_of(way: Way, rank: Rank) -> tuple[int, int]:
@@ -203,10 +224,142 @@ def part_of(way: Way, rank: Rank) -> tuple[int, int]:
     if rank.mesh is None or way.data is None:
         return rank.index, rank.size
     index, count = 0, 1
-    for axis in way.data:
+    for axis in (axis for axis in rank.mesh.mesh_dim_names or () if axis in way.data):
         index, count = index * rank.mesh[axis].size() + rank.mesh.get_local_rank(axis), count * rank.mesh[axis].size()
     return index, count
 
 
 def shard(value: torch.Tensor, part: tuple[int, int]) -> torch.Tensor:
     return value.chunk(part[1])[part[0]]
+
+
+MICRO_BATCHES = 2
+
+Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+"""Takes the model and a batch, and returns the loss."""
+
+
+class _Cut(Exception):
+    """The first block of the next stage was reached."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__("the next stage")
+        self.value = value
+
+
+def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, torch.Tensor]:
+    """Return which argument of a block passes from block to block, and its value."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in arguments:
+        if isinstance(value, torch.Tensor):
+            return place, value
+    raise ValueError("a block of the model takes no tensor")
+
+
+class Stage(nn.Module):
+    """A part of a model, from one of its blocks to another one, as a stage of a pipeline.
+
+    The whole model is called. Blocks of earlier stages pass their first input on, the first block of the stage gets
+    what the stage before it sent, and the call ends before the first block of the next stage. So the code of the model
+    stays as it is. Only what passes from block to block crosses stages, which `divide` checks.
+
+    Called with what the stage before it returned, and the batch; the first stage with the batch alone. The last stage
+    returns the loss, (1,); others return the input of the next stage.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, index: int, count: int, tuples: bool) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.tuples = tuples  # whether blocks return tuples
+        blocks = [block for _, block in blocks_of(model)]
+        first, end = (len(blocks) * stage // count for stage in (index, index + 1))
+        self._earlier, self._own, self._later = blocks[:first], blocks[first:end], blocks[end:]
+
+    def forward(self, *received: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        with ExitStack() as stack:
+            for block in self._earlier:
+                stack.enter_context(_passing(block, self.tuples))
+            if received:
+                handle = self._own[0].register_forward_pre_hook(_replacing(received[0]), with_kwargs=True)
+                stack.callback(handle.remove)
+            if self._later:
+                handle = self._later[0].register_forward_pre_hook(_cutting, with_kwargs=True)
+                stack.callback(handle.remove)
+            try:
+                return self.loss(self.model, batch).reshape(1)
+            except _Cut as cut:
+                return cut.value
+
+
+@contextmanager
+def _passing(block: nn.Module, in_tuple: bool) -> Iterator[None]:
+    """Let a block return its first input."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        value = _first_tensor(args, kwargs)[1]
+        return (value,) if in_tuple else value
+
+    block.forward = forward
+    try:
+        yield
+    finally:
+        del block.forward
+
+
+def _replacing(value: torch.Tensor) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place = _first_tensor(args, kwargs)[0]
+        if isinstance(place, str):
+            return args, kwargs | {place: value}
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+
+    return hook
+
+
+def _cutting(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise _Cut(_first_tensor(args, kwargs)[1])
+
+
+def divide(model: nn.Module, loss: Loss, batch: Mapping[str, Any], rank: Rank, schedule: str) -> Any:
+    """Return the schedule of this rank's stage. The model keeps only the parameters that the stage trains.
+
+    Args:
+        batch: a batch on the device of the rank, to try the stages with.
+        schedule: "1F1B", or "GPipe".
+
+    Raises:
+        ValueError: the model has too few blocks, two stages use a parameter, or the stages one after another have
+            another loss than the model.
+    """
+    trial, count, kinds = copy.deepcopy(model), rank.size, set[bool]()
+    blocks = blocks_of(trial)
+    if len(blocks) < count:
+        raise ValueError(f"it has {len(blocks)} block{'s' * (len(blocks) != 1)} for {count} stages")
+    handles = [block.register_forward_hook(lambda _, __, out: kinds.add(type(out) is tuple)) for _, block in blocks]
+    with torch.no_grad():
+        whole = loss(trial, batch).reshape(1)
+    for handle in handles:
+        handle.remove()
+    received: tuple[torch.Tensor, ...] = ()
+    stages_of: dict[str, list[int]] = {}  # stages that train each parameter
+    trained = {name: parameter for name, parameter in trial.named_parameters() if parameter.requires_grad}
+    for index in range(count):
+        output = Stage(trial, loss, index, count, True in kinds)(*received, batch=batch)
+        gradients = torch.autograd.grad(output.sum(), [*trained.values()], allow_unused=True)
+        for name, gradient in zip(trained, gradients, strict=True):
+            stages_of.setdefault(name, []).extend([index] if gradient is not None else [])
+        received = (output.detach(),)
+    if several := next((name for name, stages in stages_of.items() if len(stages) > 1), None):
+        raise ValueError(f"stages {' and '.join(map(str, stages_of[several]))} use {several}, and nothing adds it up")
+    if not torch.equal(received[0], whole):
+        raise ValueError("more passes from block to block than the first input of a block")
+    own = Stage(model, loss, rank.index, count, True in kinds)
+    for name in (name for name, stages in stages_of.items() if rank.index not in stages):
+        place, _, key = name.rpartition(".")
+        owner = model.get_submodule(place)
+        value = owner._parameters.pop(key)
+        vars(owner)[key] = value.detach() if value is not None else None  # modules before the first block still run
+    stage = PipelineStage(own, rank.index, count, rank.device)
+    kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[schedule]
+    # With scale_grads, `eval` divides the gradients that are there once more (torch 2.13, perform_reduce_grad).
+    return kind(stage, MICRO_BATCHES, loss_fn=lambda value, _: value[0] / MICRO_BATCHES, scale_grads=False)

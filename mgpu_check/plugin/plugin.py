@@ -9,10 +9,12 @@ import os
 import re
 from collections.abc import Generator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mgpu_check.applications import applications
 from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
 from mgpu_check.plugin.harnesses import Adapting
 from mgpu_check.plugin.launch import is_launched, over, wrong_launch
@@ -28,7 +30,7 @@ from mgpu_check.plugin.requirements import (
     sizes_of,
 )
 from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
-from mgpu_check.settings import OPTIONS, activate, all_options, resolve, unknown_variables
+from mgpu_check.settings import OPTIONS, Settings, activate, all_options, resolve, unknown_variables
 from mgpu_check.version import without_torch
 
 if TYPE_CHECKING:
@@ -146,6 +148,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None
     activate(settings)
+    _add_tests_of_applications(config, settings)
     if not settings.asked and WATCHED in config.stash:
         config.stash[WATCHED].close()
     from mgpu_check.plugin.session import GpuSession, register
@@ -153,6 +156,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = GpuSession(settings)
     register(config, config.stash[SESSION])
     config.pluginmanager.register(Adapting(config.stash[SESSION]))
+
+
+def _add_tests_of_applications(config: pytest.Config, settings: Settings) -> None:
+    """Let pytest collect the tests of applications that an option asks for, in the process of the user's tests."""
+    for name, application in applications().items():
+        if application.options is None or not application.asked_by:
+            continue
+        chosen = getattr(settings.of(application.options), application.asked_by)
+        folder = Path(__file__).parents[1] / name
+        if not chosen or any(word.startswith((application.package, str(folder))) for word in config.args):
+            continue
+        flag = all_options()[application.asked_by].flag
+        if not settings.asked:
+            raise pytest.UsageError(f"{flag}: say how many devices to use, such as --gpus=4")
+        if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
+            raise pytest.UsageError(f"{flag}: its tests run in one process; leave out -n, or run it on its own")
+        config.args.append(str(folder))
 
 
 def _where(item: pytest.Item) -> str | None:

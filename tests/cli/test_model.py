@@ -51,7 +51,7 @@ def test_functions_beside_the_model_give_batch_and_loss(tmp_path):
     ("arguments", "message"),
     [
         ([], "the first argument is the model, such as transformers:Qwen3ForCausalLM"),
-        (["train:Net", "--gpus=2", "--simulate", "--ways=ddp,pp"], "--ways: 'ddp,pp' is not valid; 'pp' is no way"),
+        (["train:Net", "--gpus=2", "--simulate", "--ways=ddp,cp"], "--ways: 'ddp,cp' is not valid; 'cp' is no way"),
         (["train:Net", "--gpus=2", "--simulate", "-n", "2"], "the ways run in one process: leave out -n 2"),
         (["train:Net", "--gpus=2", "--simulate", "--golden=a.md"], "--golden: 'a.md' is not valid; choose a file"),
         (["train:Net", "--simulate"], "--simulate needs the number of GPUs"),
@@ -61,3 +61,14 @@ def test_wrong_arguments_are_refused(tmp_path, arguments, message):
     done = model(*arguments, cwd=tmp_path)
     assert done.returncode == 4
     assert message in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("test", "code", "counts"), [("right", 2, "1 passed, 2 skipped"), ("wrong", 1, "1 failed")])
+def test_the_ways_run_beside_the_tests_of_the_user(tmp_path, test, code, counts):
+    (tmp_path / "test_own.py").write_text("def test_right(): pass\n\ndef test_wrong(): assert False\n")
+    options = [f"--model-target={NETS}:Net", "--model-ways=hsdp", "-c", "/dev/null", f"test_own.py::test_{test}"]
+    command = [sys.executable, "-m", "pytest", "--gpus=2", "--simulate", "--rootdir=.", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert counts in done.stdout
+    assert "no way to train applies" in done.stdout

@@ -8,6 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
 
 
 class Net(nn.Module):
@@ -18,7 +28,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.head = nn.Linear(8, 16, bias=False)
         self.dropout = nn.Dropout(0.5)
         if self.tied:
@@ -27,7 +37,7 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor) -> Any:
         x = self.dropout(self.tokens(tokens))
         for block in self.blocks:
-            x = x + block(x).tanh()
+            x = block(x)
         return self.head(x)
 
 
@@ -64,14 +74,6 @@ class Noise(Net):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         return super().forward(tokens) + torch.randn(tokens.shape[0], 1, 1, device=tokens.device)
-
-
-class Counted(Net):
-    """Adds a loss that is divided by the number of samples of a rank, and summed."""
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        logits = super().forward(tokens)
-        return logits * (len(tokens) ** 0.5)
 
 
 class Contrastive(Net):
@@ -121,4 +123,27 @@ class Switched(Net):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         x = self.tokens(tokens)
-        return self.head(x + self.blocks[0](x) if tokens.sum() % 2 else x)
+        return self.head(self.blocks[0](x) if tokens.sum() % 2 else x)
+
+
+class Shortcut(Net):
+    """Adds what the first block returns to the output."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        first = self.blocks[0](self.tokens(tokens))
+        return self.head(self.blocks[1](first) + first.detach())
+
+
+class Summed(Net):
+    """Its gradients are summed by `parallelize`, not averaged."""
+
+
+MESH = {"dp": 2}
+
+
+def parallelize(model: nn.Module, mesh: Any) -> Any:
+    if not isinstance(model, Summed):
+        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda owner: dist.all_reduce(owner.grad))
+    return None
