@@ -11,7 +11,7 @@ from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.agreement_gate import Configuration, assert_steps_agree
 from mgpu_check.gates.gate_arguments import RanksFixture
 from mgpu_check.numerics.placement import Placement
-from mgpu_check.oracles.pairs import settings_in_pairs
+from mgpu_check.oracles.pairs import fewest_options, settings_in_pairs
 
 _GATE = "assert_configurations_agree"
 _TOGETHER = 8  # settings that run in one comparison: more would keep the results of all of them
@@ -77,8 +77,7 @@ def assert_configurations_agree(
         )
 
     def failure(tried: Sequence[Setting]) -> ScalingMismatch | None:
-        steps = {described(options): configuration(options) for options in ({}, *tried)}
-        steps = {name or described(simplest): each for name, each in steps.items()}
+        steps = {described(options) or described(simplest): configuration(options) for options in ({}, *tried)}
         try:
             assert_steps_agree(
                 ranks,
@@ -96,14 +95,31 @@ def assert_configurations_agree(
             return error
         return None
 
+    alone: dict[str, ScalingMismatch | None] = {}  # description -> the error of a setting beside the simplest one
+
+    def fails(options: dict[str, Any]) -> bool:
+        if not options or not is_allowed(options):
+            return False
+        if described(options) not in alone:
+            alone[described(options)] = failure([options])
+        return alone[described(options)] is not None
+
     for start in range(0, len(settings), _TOGETHER):
         together = settings[start : start + _TOGETHER]
-        if failure(together) is None:
+        if (error := failure(together)) is None:
             continue
-        for options in together:  # several may fail, and the simplest come first
-            if (error := failure([options])) is not None:
-                raise _shrunk(options, error, failure, is_allowed)
-        raise failure(together) or AssertionError("the settings fail together only")
+        # Several may fail, and the simplest come first.
+        if (failing := next(filter(fails, together), None)) is None:
+            raise error
+        smallest = fewest_options(failing, fails)
+        fewer = [{other: smallest[other] for other in smallest if other != name} for name in smallest]
+        agreeing = [options for options in fewer if described(options) in alone]  # the control
+        error = (failure([*agreeing, smallest]) if agreeing else None) or alone[described(smallest)]
+        assert error is not None
+        remark = f"fails with {described(smallest)}"
+        if agreeing:
+            remark += f"; agrees with {', and with '.join(map(described, agreeing))}"
+        raise ScalingMismatch(f"{error}\n  {remark}", ranks=error.ranks, mistakes=error.mistakes, site=error.site)
 
 
 def described(options: Setting) -> str:
@@ -118,25 +134,3 @@ def _simplest(space: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         if not isinstance(name, str) or not isinstance(values, list | tuple) or len(values) < 2:
             raise ValueError(f"{_GATE}: space has {name!r}: {values!r:.80}; {example}, with two values or more")
     return {name: values[0] for name, values in space.items()}
-
-
-def _shrunk(
-    options: Setting,
-    error: ScalingMismatch,
-    failure: Callable[[Sequence[Setting]], ScalingMismatch | None],
-    is_allowed: Callable[[Setting], bool],
-) -> ScalingMismatch:
-    """Return the error of the fewest options that still fail, with a line that says what agrees."""
-    agreeing: list[Setting] = []
-    for name in options:
-        fewer = {other: value for other, value in options.items() if other != name}
-        if not fewer or not is_allowed(fewer):
-            continue
-        if (of_fewer := failure([fewer])) is not None:
-            return _shrunk(fewer, of_fewer, failure, is_allowed)
-        agreeing.append(fewer)
-    remark = f"fails with {described(options)}"
-    if agreeing:
-        error = failure([*agreeing, options]) or error  # those that agree are the control
-        remark += f"; agrees with {', and with '.join(map(described, agreeing))}"
-    return ScalingMismatch(f"{error}\n  {remark}", ranks=error.ranks, mistakes=error.mistakes, site=error.site)

@@ -23,6 +23,7 @@ from mgpu_check.models.training import Training, inspected
 from mgpu_check.models.training_options import HALVES, SYNCHRONIZED, UNTIED, UNUSED, Setting, described, settings_for
 from mgpu_check.models.verdict import OptionFailure, WayResult
 from mgpu_check.models.ways import ONE_DEVICE, Way, way_of
+from mgpu_check.oracles.pairs import fewest_options
 
 _PER_RANK = 4  # samples: two micro-batches of two, which batch norm needs
 _COLUMNS = {"grads": "gradients", "params": "parameters", "buffers": "buffers", "optimizer": "moments"}
@@ -166,7 +167,7 @@ class Examination:
         kept.ranks = self.ranks  # the fixture of the current test
         trials = Trials(self.ranks, program, frozenset(KINDS), None, name, None if diagnose else kept)
         trials.remarks, trials.defined = False, self.traits.defined
-        # Three steps show all that options do; a failure is looked at in one step, if it is there.
+        # Three steps show all that options do; a failure is diagnosed in one step, if it is there.
         once = Scenario(world, _PER_RANK * world, mesh=way.mesh)
         return trials, [once, replace(once, steps=3)][bool(setting) and not diagnose :]
 
@@ -203,16 +204,16 @@ class Examination:
             result.untried += 1
             result.not_compared.append(f"{described(setting)}: {outcome.reason}")
             return None
-        result.settings += 1
         if outcome.status == "equal":
+            result.settings += 1
             return None
         smallest = self._shrunk(way, base, setting)
         alone = tuple(pair for pair in smallest if pair not in base)
         failed, control = self._outcome(way, smallest), self._outcome(ONE_DEVICE, alone)
         if control.status != "equal":
             result.on_one_device.append(f"{described(alone)} {control.status} on one device, too: {control.reason}")
-            result.settings -= 1
         else:
+            result.settings += 1
             self._diagnosed(way, smallest, failed, ScalingMismatch(failed.reason))
             result.failures.append(OptionFailure(described(alone), failed.status, failed.reason))
         self.failing[way.name].append(alone)
@@ -226,12 +227,13 @@ class Examination:
         return self.outcomes[way.name, setting]
 
     def _shrunk(self, way: Way, base: Setting, setting: Setting) -> Setting:
-        """Return the fewest options of a failing setting that still fail."""
-        for pair in setting:
-            fewer = tuple(other for other in setting if other != pair)
-            if pair not in base and fewer != base and self._outcome(way, fewer).status in ("differs", "raises"):
-                return self._shrunk(way, base, fewer)
-        return setting
+        """Return the fewest options of a failing setting that still fail, with those of the base."""
+
+        def fails(options: dict[str, str]) -> bool:
+            fewer = tuple(options.items())
+            return {*base} < {*fewer} and self._outcome(way, fewer).status in ("differs", "raises")
+
+        return tuple(fewest_options(dict(setting), fails).items())
 
 
 def _cause(error: CheckFailure) -> str:

@@ -42,7 +42,7 @@ class Training:
     @property
     def program(self) -> Program:
         return Program(
-            functools.partial(PipelineStep if self.way == "pp" else Step, self),
+            functools.partial({"pp": PipelineStep, "own": OwnStep}.get(self.way, Step), self),
             functools.partial(_built, self),
             functools.partial(make_batch, self.recipe),
             functools.partial(Reference, self.reference),
@@ -132,18 +132,15 @@ class Step(_Trainer):
     """The step on a rank."""
 
     def __init__(self, training: Training, model: nn.Module, rank: Rank) -> None:
-        self.training, self.way, options = training, way_of(training.way), dict(training.setting)
+        self.way, options = way_of(training.way), dict(training.setting)
         model.to(rank.device).train()
         prepare(model, options)
         foreach = False if self.way.divides_parameters else None
-        super().__init__(training, model, self._wrapped(model, rank, options), foreach)
+        super().__init__(training, model, self.wrapped(training, model, rank), foreach)
 
-    def _wrapped(self, model: nn.Module, rank: Rank, options: Mapping[str, str]) -> Any:
-        parallelize, _ = parallelism_of(self.training.target) if self.way.name == "own" else (None, ())
-        if parallelize is None:
-            return self.way.wrap(model, rank, options)
-        called = parallelize(model, rank.mesh)
-        return model if called is None else called
+    def wrapped(self, training: Training, model: nn.Module, rank: Rank) -> Any:
+        """Divide the model, and return what is called in its place."""
+        return self.way.wrap(model, rank, dict(training.setting))
 
     def __call__(self, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
         if self.steps == 1 and "state" in self.options:
@@ -164,20 +161,28 @@ class Step(_Trainer):
         set_state_dict(self.called, self.optimizer, model_state_dict=state, optim_state_dict=moments, options=whole)
 
 
+class OwnStep(Step):
+    """The step on a rank whose model the function of the user divides."""
+
+    def wrapped(self, training: Training, model: nn.Module, rank: Rank) -> Any:
+        parallelize, _ = parallelism_of(training.target)
+        assert parallelize is not None
+        called = parallelize(model, rank.mesh)
+        return model if called is None else called
+
+
 class PipelineStep(Step):
     """The step on a rank that has a stage of a pipeline."""
 
-    def __init__(self, training: Training, model: nn.Module, rank: Rank) -> None:
-        super().__init__(training, model, rank)
+    def wrapped(self, training: Training, model: nn.Module, rank: Rank) -> Any:
+        def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+            return loss_of(training.recipe, call(model, batch), batch)
+
         batch = make_batch(training.recipe, 2 * MICRO_BATCHES)
         batch = pytree.tree_map_only(torch.Tensor, lambda value: value.to(rank.device), batch)
-        self.schedule = divide(model, self._loss, batch, rank, self.options.get("schedule", "GPipe"))
+        self.schedule = divide(model, loss, batch, rank, dict(training.setting).get("schedule", "GPipe"))
         self.is_last, self.last = rank.index == rank.size - 1, rank.size - 1
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = optimizer_of(iter(trained), self.options)
-
-    def _loss(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        return loss_of(self.training.recipe, call(model, batch), batch)
+        return model
 
     def backward(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
         return self._scheduled(self.schedule.step, rows, device)

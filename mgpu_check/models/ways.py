@@ -13,7 +13,6 @@ import importlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,8 +62,8 @@ class Way:
 
     @property
     def divides_parameters(self) -> bool:
-        """True if some parameters are divided, and others are plain tensors."""
-        return self.data is not None
+        """True if some parameters are divided, and others are plain tensors. Stages have whole ones."""
+        return self.data is not None and self.name != "pp"
 
 
 OF_DATA = ("dp", "data", "batch", "replicate", "shard", "fsdp", "dp_replicate", "dp_shard")
@@ -224,7 +223,7 @@ def part_of(way: Way, rank: Rank) -> tuple[int, int]:
     if rank.mesh is None or way.data is None:
         return rank.index, rank.size
     index, count = 0, 1
-    for axis in (axis for axis in rank.mesh.mesh_dim_names or () if axis in way.data):
+    for axis in filter(way.data.__contains__, rank.mesh.mesh_dim_names or ()):
         index, count = index * rank.mesh[axis].size() + rank.mesh.get_local_rank(axis), count * rank.mesh[axis].size()
     return index, count
 
@@ -261,7 +260,7 @@ class Stage(nn.Module):
 
     The whole model is called. Blocks of earlier stages pass their first input on, the first block of the stage gets
     what the stage before it sent, and the call ends before the first block of the next stage. So the code of the model
-    stays as it is. Only what passes from block to block crosses stages, which `divide` checks.
+    does not change. Only what passes from block to block crosses stages; `divide` checks that it suffices.
 
     Called with what the stage before it returned, and the batch; the first stage with the batch alone. The last stage
     returns the loss, (1,); others return the input of the next stage.
@@ -276,7 +275,7 @@ class Stage(nn.Module):
         self._earlier, self._own, self._later = blocks[:first], blocks[first:end], blocks[end:]
 
     def forward(self, *received: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             for block in self._earlier:
                 stack.enter_context(_passing(block, self.tuples))
             if received:
@@ -291,7 +290,7 @@ class Stage(nn.Module):
                 return cut.value
 
 
-@contextmanager
+@contextlib.contextmanager
 def _passing(block: nn.Module, in_tuple: bool) -> Iterator[None]:
     """Let a block return its first input."""
 
@@ -356,9 +355,9 @@ def divide(model: nn.Module, loss: Loss, batch: Mapping[str, Any], rank: Rank, s
     own = Stage(model, loss, rank.index, count, True in kinds)
     for name in (name for name, stages in stages_of.items() if rank.index not in stages):
         place, _, key = name.rpartition(".")
-        owner = model.get_submodule(place)
-        value = owner._parameters.pop(key)
-        vars(owner)[key] = value.detach() if value is not None else None  # modules before the first block still run
+        owner, value = model.get_submodule(place), model.get_parameter(name)
+        delattr(owner, key)
+        setattr(owner, key, value.detach())  # as a plain tensor: modules before the first block still run
     stage = PipelineStage(own, rank.index, count, rank.device)
     kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[schedule]
     # With scale_grads, `eval` divides the gradients that are there once more (torch 2.13, perform_reduce_grad).

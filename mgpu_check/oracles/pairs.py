@@ -78,9 +78,7 @@ def near_square(ranks: int) -> tuple[int, int]:
     return side, ranks // side
 
 
-def settings_in_pairs(
-    values: Sequence[tuple[str, Any]], allowed: Callable[[_Row], bool] = lambda setting: True
-) -> list[_Row]:
+def settings_in_pairs(values: Sequence[tuple[str, Any]], allowed: Callable[[_Row], bool]) -> list[_Row]:
     """Return settings of options: each value alone, then settings that together have each allowed pair of values.
 
     Args:
@@ -104,3 +102,12 @@ def settings_in_pairs(
         settings.append(row)
         missing -= pairs
     return [setting for setting in settings if allowed(setting)]
+
+
+def fewest_options(setting: _Row, fails: Callable[[_Row], bool]) -> _Row:
+    """Return the fewest options of a failing setting that still fail: without any one of them it does not."""
+    for name in setting:
+        fewer = {other: value for other, value in setting.items() if other != name}
+        if fails(fewer):
+            return fewest_options(fewer, fails)
+    return setting
