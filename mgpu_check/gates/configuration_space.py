@@ -47,11 +47,12 @@ def assert_configurations_agree(
         step: ``step(model, batch, rank, **options)``, or a class that is called with ``(model, rank, **options)``
             first and then like a step; see `assert_step_scales`.
         space: the options and their values: ``{"tp": [1, 2], "recompute": [False, True]}``.
-        build, batch, reference, placement, returned_by, sizes, observe, tolerance: as in `assert_steps_agree`. With a
-            reference, each configuration is compared with one device instead.
         on: ``on(**options)`` returns the number of ranks or the mesh of a configuration. Default: all ranks.
         valid: ``valid(**options)`` returns whether a configuration may run. Default: all may.
         max_examples: approximate number of cases for each configuration.
+
+    The other arguments are those of `assert_steps_agree`. With a `reference`, each configuration is compared with one
+    device instead.
 
     Raises:
         ScalingMismatch: a configuration differs. The message has the options that it takes.
