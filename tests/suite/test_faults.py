@@ -20,25 +20,6 @@ def test_every_property_has_at_least_four_faults():
     assert min(counts.values()) >= 4, counts
 
 
-def test_a_third_of_the_faults_strike_at_times_only():
-    """Most defects do: above a size, in a dtype, on one device. Of the oldest properties few do."""
-    faults = all_faults().values()
-    assert len(faults) >= 200
-    for name in PROPERTIES:
-        own = [one for one in faults if one.property == name]
-        if name not in ("fixtures", "allreduce", "gradients", "mismatch"):
-            assert sum(bool(one.condition) for one in own) * 3 >= len(own), name
-    assert sum(bool(one.condition) for one in faults) * 3 >= len(faults)
-
-
-def test_names_and_summaries_are_for_people():
-    for name, one in all_faults().items():
-        assert name == one.name == one.name.lower()
-        assert "_" not in name
-        assert one.summary
-        assert not one.summary.endswith(".")
-
-
 def test_the_checks_that_must_catch_a_fault_are_in_the_suite_and_no_check_is_without_one():
     for name in PROPERTIES:
         module = importlib.import_module(f"mgpu_check.suite.{name}.test_{name}")

@@ -114,6 +114,7 @@ def test_drawing_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_using_needs_no_hypothesis() -> None:
     program = (
         "import sys, torch, mgpu_check.asserts.mismatch, mgpu_check.suite.scatter.checks\n"

@@ -6,7 +6,7 @@ First faults of mechanisms of torch, then of `torch.distributed.tensor.parallel`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
-from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.oracles.training import gradient_exchange, training_steps
 from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, keeping, ranks_here, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
@@ -241,21 +240,15 @@ register(
 )  # fmt: skip
 
 
-_APART, _LOOP, _MODEL, _STEPS, _ALLREDUCE, _TENSOR, _PIPELINE = (
-    "test_replicas_are_apart", "test_training_loop",
-    "test_model_parallelism", "test_steps_over_devices", "test_allreduce_by_hand", "test_tensor_parallelism_by_hand",
-    "test_pipeline_by_hand",
+_APART, _LOOP, _MODEL, _STEPS, _ALLREDUCE = (
+    "test_replicas_are_apart", "test_training_loop", "test_model_parallelism", "test_steps_over_devices",
+    "test_allreduce_by_hand",
 )  # fmt: skip
 _LARGE = 16_384
 
 
 def _device_of(parameters: Mapping[str, torch.Tensor]) -> int | None:
     return next(iter(parameters.values())).device.index
-
-
-def _sends_back_from_the_middle(tensor: torch.Tensor, dst: int | None = None, *_: Any, **__: Any) -> bool:
-    rank = current_rank()
-    return rank is not None and dst is not None and 0 < rank.index < rank.size - 1 and dst < rank.index
 
 
 register(
@@ -283,11 +276,6 @@ register(
         returned(model_parallel.Branched, "forward"),
         lambda out, model, x: out - model.branches[0](x.to(model.devices[0])).to(out.device),
         When("three branches", lambda out, model, x: len(model.devices) > 2)),
-    FaultRow("gradient-of-inputs-local", "the gradient of inputs that all ranks hold is not summed over them", _TENSOR,
-        around(model_parallel, "copy_to_ranks"), lambda real, x: x),
-    FaultRow("gradient-stops-in-the-middle", "gradients of a middle stage do not reach the previous stage", _PIPELINE,
-        given(dist, "send"), lambda tensor, *_, **__: (torch.zeros_like(tensor),),
-        When("pipelines of three stages or more", _sends_back_from_the_middle)),
 )  # fmt: skip
 
 
@@ -373,19 +361,14 @@ def end_of_a_large_chunk_lost(received: torch.Tensor, *_: Any) -> None:
     received[-1] = 0
 
 
-@fault("chunks leave out the remainder of the division by the number of ranks", _ALLREDUCE, _TENSOR,
+@fault("chunks leave out the remainder of the division by the number of ranks", _ALLREDUCE,
        when="sizes that are no multiple of the world size")  # fmt: skip
 def remainder_left_out() -> Iterator[None]:
     def chunks(real: Any, elements: int, count: int) -> list[slice]:
         size = elements // count
         return [slice(size * index, size * (index + 1)) for index in range(count)]
 
-    def widest_last(real: Any, elements: int, count: int) -> list[slice]:
-        # The last chunk would hold the remainder; the other ranks do not expect its size.
-        *others, last = chunks(real, elements, count)
-        return [*others, slice(last.start, elements)]
-
-    with around(gradient_exchange, "chunks")(chunks), around(model_parallel, "chunks")(widest_last):
+    with around(gradient_exchange, "chunks")(chunks):
         yield
 
 
@@ -396,30 +379,3 @@ def message_repeated(kept: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> Any
     old = kept.get(tensor.shape)
     kept[tensor.shape] = tensor.detach().clone()
     return (old.to(tensor.dtype) + 1,) if strikes and old is not None else None
-
-
-@fault("every rank adds the bias before the sum", _TENSOR, by=around(model_parallel.RowLinear, "forward"))
-def bias_added_by_each_rank(real: Any, layer: model_parallel.RowLinear, x: torch.Tensor) -> torch.Tensor:
-    own = model_parallel.divide_among_ranks(x) if layer.divide else x
-    return model_parallel.sum_over_ranks(F.linear(own, layer.weight, layer.bias))
-
-
-@fault("gathered outputs keep the padding of narrower parts", _TENSOR, by=around(model_parallel, "_gathered"),
-       when="widths that are no multiple of the world size")  # fmt: skip
-def padding_kept_in_a_gather(real: Any, shard: torch.Tensor, width: int) -> torch.Tensor:
-    pieces = gradient_exchange.chunks(width, dist.get_world_size())
-    padded = F.pad(shard, (0, pieces[0].stop - shard.shape[-1])).contiguous()
-    rows = [torch.empty_like(padded) for _ in pieces]
-    dist.all_gather(rows, padded)
-    return torch.cat(rows, -1)[..., :width]
-
-
-@fault("the loss of the last micro-batch is left out", _PIPELINE, by=given(model_parallel, "gpipe_step"),
-       when="the last of several micro-batches")  # fmt: skip
-def micro_batch_left_out(
-    stage: Any, index: int, stages: int, micro_batches: Sequence[Any], loss: Callable[..., Any], **_: Any
-) -> Any:
-    def without_last(out: torch.Tensor, number: int) -> Any:
-        return loss(out, number) * (0 if number == len(micro_batches) - 1 > 0 else 1)
-
-    return stage, index, stages, micro_batches, without_last

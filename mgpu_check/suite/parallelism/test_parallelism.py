@@ -81,14 +81,6 @@ def test_steps_over_devices(gpus: Gpus, order: tuple[int, ...], seed: int) -> No
     NamedFunction(f"{BY_HAND}:assert_stepped_over_devices")([gpus[index] for index in order], seed)
 
 
-@examples(12, quick=2)
-@given(sizes=strategies.world_pairs(), training=TRAININGS)
-def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Linear layers divided by columns and rows, evenly or not, train like on one device."""
-    for size in sizes:
-        ranks.run(f"{BY_HAND}:assert_tensor_parallel_agrees", training, size=size)
-
-
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
@@ -100,20 +92,6 @@ def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: Ex
             size=size,
         )
     ranks.run(f"{CHECKS}.torch_parallelism:assert_styles_agree", training.seed, size=min({*sizes} - {1}, default=1))
-
-
-@pytest.mark.gpus(least=2)
-@examples(12, quick=2)
-@given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS, micro_batches=st.sampled_from((3, 4, 1)))
-def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining, micro_batches: int) -> None:
-    """Pipeline stages on two to four ranks, with micro-batches of different sizes, train like one device."""
-    for size in sizes:
-        ranks.run(
-            f"{BY_HAND}:assert_pipeline_agrees",
-            _deep(training, size),
-            min(micro_batches, training.batch),
-            size=size,
-        )
 
 
 @pytest.mark.gpus(least=2)
