@@ -131,6 +131,8 @@ _MANY = 4
 _LEAST = 1 / 64
 """Smallest error, in roundoffs of a narrower dtype, that suggests its arithmetic: its errors are hardly ever all
 smaller."""
+_FEW = 8
+"""Fewest elements whose errors are compared with a narrower dtype: any error of one value is like that by chance."""
 _NARROWER = {
     torch.float64: ((torch.float32, "float32"), (torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
     torch.float32: ((torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
@@ -301,6 +303,8 @@ def _narrower(
     scale = torch.stack([term.abs() for term in contributions or [expected]]).sum(0)
     relative = float(((got - expected).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
     terms = max(len(contributions), 1)
+    if got.numel() < _FEW:
+        return []
     for narrow, name in _NARROWER.get(dtype, ()):
         if _LEAST * unit_roundoff(narrow) <= relative <= terms * unit_roundoff(narrow):
             return [

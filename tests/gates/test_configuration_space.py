@@ -53,6 +53,7 @@ def test_a_failure_is_shrunk_to_the_options_that_it_takes(ranks):
         caught.value
     )
     assert "recompute=True, accumulate=2 differs from the others" in str(caught.value)
+    assert caught.value.mistakes[0] == "accumulation-factor"  # both sides have two ranks
 
 
 def test_what_is_not_valid_does_not_run(ranks):

@@ -12,6 +12,7 @@ from torch import nn
 
 from mgpu_check import Rank
 from mgpu_check.gates.gate_arguments import Program
+from mgpu_check.gates.run import hypotheses
 from mgpu_check.torch_hooks.collectives import own_groups
 from tests.gates.diagnosed import mlp, report, synchronize
 from tests.gates.single_cases import failure
@@ -92,6 +93,7 @@ def test_what_was_reduced_before_is_reduced_again(ranks):
     assert "with only new values reduced each time, the step is right" in str(found)
 
 
+@pytest.mark.slow
 def test_a_wrong_step_that_no_change_puts_right_is_named_by_none(ranks):
     def step(model, batch, rank):
         centered(model, batch, rank, None)
@@ -167,7 +169,9 @@ def by_gradients_that_are_reduced_already(model, batch, rank, wrong):
 @pytest.mark.parametrize(
     ("program", "mistake", "evidence"),
     [
-        (by_a_sum_for_a_maximum, "wrong-reduction", "with MAX makes the step right"),
+        pytest.param(
+            by_a_sum_for_a_maximum, "wrong-reduction", "with MAX makes the step right", marks=pytest.mark.slow
+        ),
         pytest.param(
             *(by_a_mean_for_a_sum, "world-size-factor", "multiplied by 2, the size of its group, the step is right"),
             marks=pytest.mark.slow,
@@ -213,8 +217,15 @@ def contrasts(model, batch, rank, wrong):
     synchronize(model, rank)
 
 
+@pytest.mark.slow
 def test_targets_that_go_on_from_rank_to_rank_do_not_restart(ranks):
     found = named(ranks, functools.partial(contrasts, wrong=True), of=projection)
     assert found.mistakes[0] == "gathered-in-other-order", str(found)
     assert "with the rows of each rank in 2 pieces, and the first pieces of all ranks" in str(found)
     assert failure(ranks, Program(functools.partial(contrasts, wrong=False), projection, batch), 2, 4) is None
+
+
+def test_blocks_are_exchanged_in_all_layers_alike_and_then_in_each():
+    shapes = {f"blocks.{i}.up.weight": torch.Size((8, 4)) for i in range(2)}
+    changed = dict.fromkeys(tuple(dims) for _, dims in hypotheses._orders(shapes, 2))
+    assert [*changed] == [tuple(shapes), *((name,) for name in shapes)]

@@ -70,7 +70,7 @@ def not_divided_by_micro_batches(evidence: Evidence) -> Finding | None:
 def off_by_world_size(evidence: Evidence) -> Finding | None:
     """Detect a factor that is a power of the world size."""
     factor, size = evidence.factor, evidence.size
-    if factor is None:
+    if factor is None or _by_passes_between_ranks(evidence):
         return None
     # Four micro-batches on two ranks are likelier than the same mistake made twice.
     powers = [power for power in factor.powers if abs(power) == 1 or not _by_micro_batches(evidence)]
@@ -106,6 +106,8 @@ def off_by_micro_batches(evidence: Evidence) -> Finding | None:
         f"{factor.told} {factor.value:.4g} times what one device gives, with {evidence.micro_batches:g} backward "
         "passes in each step"
     )
+    if _by_passes_between_ranks(evidence) and evidence.size == evidence.micro_batches:
+        summary += "; or the loss has a factor of the world size, which is the same number"
     if factor.rough:
         summary = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}{factor.ending}"
     return Finding("accumulation-factor", summary)
@@ -114,6 +116,14 @@ def off_by_micro_batches(evidence: Evidence) -> Finding | None:
 def _by_micro_batches(evidence: Evidence) -> bool:
     factor = evidence.factor
     return factor is not None and any(factor.is_power(evidence.micro_batches, power) for power in (1, -1))
+
+
+def _by_passes_between_ranks(evidence: Evidence) -> bool:
+    """Return whether backward passes explain the factor, and the reference has as many ranks, as far as known."""
+    tensors = evidence.tensors
+    if tensors is None or tensors.alone is None or tensors.elsewhere is not None or not _by_micro_batches(evidence):
+        return False
+    return not tensors.alone.of("backward")  # the reference is the same step on ranks, with other options
 
 
 @on_evidence

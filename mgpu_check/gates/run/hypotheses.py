@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -194,25 +195,35 @@ def _near(value: torch.Tensor, own: torch.Tensor) -> bool:
     return bool(((value - own).abs() <= _NEAR * own.abs().max()).all())
 
 
+_NUMBER = re.compile(r"\d+")
+
+
 def _orders(parameters: Mapping[str, torch.Size], size: int) -> Iterator[tuple[_Blocks, dict[str, int]]]:
     """Yield orders of blocks, and the dimension of each parameter that has them."""
     counts = sorted({2, 3, 4, size} - {1})
-    modules: dict[str, list[str]] = {}
-    for name in parameters:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-    rows: list[tuple[dict[str, int], int]] = []
-    for names in modules.values():
-        length = next((parameters[name][0] for name in names if len(parameters[name]) == 2), 0)
-        rows += [({name: 0 for name in names if parameters[name][:1] == (length,)}, length)] if length else []
-    pairs = [
-        (dims | {name: 1}, length)
-        for dims, length in rows
-        for name, shape in parameters.items()
-        if len(shape) == 2 and shape[1] == length and name not in dims
-    ]
-    for (dims, length), outer, inner in itertools.product([*rows, *pairs], counts, counts):
-        if length % (outer * inner) == 0:
-            yield _Blocks(outer, inner), dims
+    alike = {name: _NUMBER.sub("#", name) for name in parameters}  # layers are alike, and so are their mistakes
+    several = len({*alike.values()}) < len(alike)
+    for places in [alike, {name: name for name in parameters}] if several else [alike]:
+        kinds: dict[tuple[str, torch.Size], list[str]] = {}
+        for name, shape in parameters.items():
+            kinds.setdefault((places[name], shape), []).append(name)
+        modules: dict[str, list[tuple[torch.Size, list[str]]]] = {}
+        for (place, shape), names in kinds.items():
+            modules.setdefault(place.rpartition(".")[0], []).append((shape, names))
+        rows: list[tuple[dict[str, int], int]] = []
+        for own in modules.values():
+            length = next((shape[0] for shape, _ in own if len(shape) == 2), 0)
+            divided = [name for shape, names in own if shape[:1] == (length,) for name in names]
+            rows += [(dict.fromkeys(divided, 0), length)] if length else []
+        pairs = [
+            (dims | dict.fromkeys(names, 1), length)
+            for dims, length in rows
+            for (_, shape), names in kinds.items()
+            if len(shape) == 2 and shape[1] == length and not dims.keys() & {*names}
+        ]
+        for (dims, length), outer, inner in itertools.product([*rows, *pairs], counts, counts):
+            if length % (outer * inner) == 0:
+                yield _Blocks(outer, inner), dims
 
 
 def _ways(size: int) -> Iterator[tuple[str, int, Callable[[torch.Tensor, int], torch.Tensor]]]:
