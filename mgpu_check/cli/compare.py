@@ -1,17 +1,22 @@
 """``mgpu-check compare --gpus=4 -- train.py --args``: compare a training script on four ranks with one device.
 
-It also compares a run with a run: two traces, two commits, two sets of arguments, or a run with a golden trace.
+It also compares a run with a run: two traces, two commits, two sets of arguments, a space of arguments, or a run
+with a golden trace.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mgpu_check import pages
 from mgpu_check.cli import run_options, simulate
@@ -24,6 +29,8 @@ from mgpu_check.compare.trace import TraceError
 from mgpu_check.compare.traces.files import VALUES_OF_COMPARISON, RecordedRun, installed, is_run, read_run, write_run
 from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, UndividedRun, checked_out, record
 from mgpu_check.compare.traces.run_comparison import compare_runs
+from mgpu_check.compare.verdict import ComparisonVerdict
+from mgpu_check.oracles.pairs import fewest_options, settings_in_pairs
 
 
 def are_files(words: Sequence[str]) -> bool:
@@ -77,6 +84,8 @@ def compare_two_runs(options: argparse.Namespace, plan: ComparisonPlan, parser: 
     """Run the script twice, or once beside a golden trace, and compare the runs."""
     if options.golden:
         return _golden(options, plan, parser)
+    if options.space:
+        return compare_space(options, plan, parser)
     values = VALUES_OF_COMPARISON if installed() else 0
     with run_options.interruptible(), ExitStack() as undo:
         reference, candidate, notes = _recordings(options, plan, values, undo, parser)
@@ -159,6 +168,114 @@ def _golden(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.
         return _judge(options, run.made, golden, recorded, run.remarks)
 
 
+def read_space(path: Path) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
+    """Return options of a script with their values, and values that are not combined, from a TOML file.
+
+    Raises:
+        ValueError: the file is no such table.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--space={path}: {error}") from None
+    space, refused = table.pop("space", None), table.pop("refused", [])
+    usable = isinstance(space, dict) and bool(space) and not table
+    usable = usable and all(isinstance(values, list) and len(values) > 1 for values in space.values())
+    if not usable or not all(isinstance(rule, dict) and rule and rule.keys() <= space.keys() for rule in refused):
+        raise ValueError(
+            f"--space={path} is no space of options; give a table [space] of options and their values, the simplest "
+            'first, such as "--tp" = [1, 2], and [[refused]] for values that are not combined'
+        )
+    return space, refused
+
+
+def _words(setting: Mapping[str, Any]) -> str:
+    """Return the arguments of a setting: an option alone for true, nothing for false."""
+    words = ([name] if value is True else [name, str(value)] for name, value in setting.items() if value is not False)
+    return shlex.join(word for pair in words for word in pair)
+
+
+def compare_space(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
+    """Compare the run with the first value of each option with runs that have each pair of other values."""
+    try:
+        space, refused = read_space(options.space)
+    except ValueError as error:
+        parser.error(str(error))
+    simplest = {name: values[0] for name, values in space.items()}
+
+    def is_allowed(setting: Mapping[str, Any]) -> bool:
+        return not any(rule.items() <= (simplest | dict(setting)).items() for rule in refused)
+
+    values = [(name, value) for name, own in space.items() for value in own[1:]]
+    settings = settings_in_pairs(values, is_allowed) if is_allowed({}) else []
+    if not settings:
+        parser.error(f"--space={options.space}: [[refused]] leaves nothing to compare")
+    runs = f"{len(settings)} settings with {_words(simplest) or 'no arguments'}"
+    print(f"mgpu-check compare: {plan.shown}: {runs}{plan.note}", flush=True)
+    with run_options.interruptible():
+        return _of_space(options, plan, simplest, settings, is_allowed)
+
+
+def _of_space(
+    options: argparse.Namespace,
+    plan: ComparisonPlan,
+    simplest: Mapping[str, Any],
+    settings: Sequence[Mapping[str, Any]],
+    is_allowed: Callable[[Mapping[str, Any]], bool],
+) -> int:
+    def recording(setting: Mapping[str, Any], rounding: bool) -> RunRecording:
+        words = _words({**simplest, **setting})
+        made = ScriptComparison(_with(plan, "--space", words))
+        return RunRecording(words or "no arguments", made, rounding=rounding)
+
+    reference = recording({}, rounding=True)
+    try:
+        baseline = record(reference, run_options.tell)
+    except NotRecorded as stopped:
+        reference.made.verdict = stopped.verdict(f"{reference.name}: ", beside=False)
+        return _written(options, reference.made)
+    verdicts: dict[str, ComparisonVerdict] = {}
+
+    def verdict_on(setting: Mapping[str, Any]) -> ComparisonVerdict:
+        words = _words({**simplest, **setting})
+        if words not in verdicts:
+            run = recording(setting, rounding=False)
+            wholes = [UndividedRun("one device", run.made, 1)]
+            wholes.append(UndividedRun(f"the ranks of {reference.name}", reference.made, plan.world))
+            try:
+                recorded = record(run, run_options.tell, wholes)
+                verdicts[words] = compare_runs(baseline, recorded, plan.unjudged).verdict
+            except NotRecorded as stopped:
+                verdicts[words] = stopped.verdict(f"{run.name}: ", beside=True)
+            run_options.tell(f"{words}: {verdicts[words].kind}")
+        return verdicts[words]
+
+    def fails(setting: Mapping[str, Any]) -> bool:
+        return bool(setting) and is_allowed(setting) and verdict_on(setting).kind == "differs"
+
+    failing: list[dict[str, Any]] = []
+    untried: list[str] = []
+    for setting in settings:
+        if any(fewest.items() <= setting.items() for fewest in failing):
+            untried.append(_words(setting))
+        elif fails(setting):
+            failing.append(fewest_options(dict(setting), fails))
+    for fewest in failing:
+        print(f"\n{_words(fewest)}: {verdict_on(fewest).report}")
+    counts = Counter(verdict.kind for verdict in verdicts.values())
+    summary = [f"{count} {kind}" for kind, count in counts.items()]
+    summary += [f"{len(untried)} not tried, because they have options that differ"] if untried else []
+    print(f"\n{plan.shown}: {', '.join(summary)}; differs with: {'; '.join(map(_words, failing)) or 'nothing'}")
+    code = WRONG if failing else RIGHT if counts.keys() == {"equal"} else UNDECIDED
+    if options.json:
+        table: dict[str, Any] = {"format": "mgpu-check space", "script": plan.shown, "simplest": reference.name}
+        table["runs"] = [{"arguments": words, "verdict": own.kind, "headline": own.report.headline}
+                         for words, own in verdicts.items()]  # fmt: skip
+        table |= {"differs_with": [*map(_words, failing)], "not_tried": untried, "exit_code": code}
+        options.json.write_text(json.dumps(table))
+    return code
+
+
 def write_recorded(recording: RunRecording, path: Path) -> int:
     """Record a run, and write its trace. Return the exit code."""
     with run_options.interruptible():
@@ -190,6 +307,7 @@ _USAGE = (
     "       mgpu-check compare [...] -- -m module [args...]\n"
     "       mgpu-check compare --against=COMMIT [...] -- script.py [args...]\n"
     "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [...] -- script.py [args...]\n"
+    "       mgpu-check compare --space=FILE [...] -- script.py [args...]\n"
     "       mgpu-check compare --golden=FILE [--update-golden] [...] -- script.py [args...]\n"
     "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] A.trace B.trace"
 )
@@ -229,7 +347,7 @@ def _page(text: str) -> Path:
 
 _TAKE_A_WORD = (
     *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json"),
-    *("--against", "--a", "--b", "--golden"),
+    *("--against", "--a", "--b", "--golden", "--space"),
 )
 
 
@@ -255,6 +373,10 @@ def _parser() -> argparse.ArgumentParser:
     for flag in ("--a", "--b"):
         text = "compare two runs whose scripts have these additional arguments"
         add(flag, type=_word, metavar="ARGUMENTS", help=text)
+    text = (
+        "compare the run with the first values of options in a TOML file with runs that have each pair of other values"
+    )
+    add("--space", type=Path, metavar="FILE", help=text)
     add("--golden", type=run_options.writable, metavar="FILE", help="compare the run with the trace in FILE")
     add("--update-golden", action="store_true", help="write the trace of the run to the FILE of --golden")
     return parser
@@ -269,6 +391,7 @@ def _word(text: str) -> str:
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Check that the options go together. Return whether two runs of several ranks are compared."""
     modes = {"--against": options.against, "--a and --b": options.a or options.b, "--golden": options.golden}
+    modes["--space"] = options.space
     chosen = [flag for flag, value in modes.items() if value]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} say what to compare with; give one of them")
@@ -276,6 +399,8 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool
         parser.error("--a and --b are the arguments of two runs; give both, or leave both out")
     if options.update_golden and not options.golden:
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
+    if options.space and options.html:
+        parser.error("--html shows one comparison; leave it out with --space")
     if not chosen and options.gpus < 2:
         parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
     return bool(chosen)

@@ -31,7 +31,7 @@ _LAUNCHERS = {
 """Launcher -> the row of `mgpu_check.processes.environments.VARIABLES` that its ranks get."""
 OF_RUNS = (
     *("gpus", "simulate", "steps", "timeout", "fresh_directory", "float32", "fake_data"),
-    *("against", "a", "b", "golden", "update_golden"),
+    *("against", "a", "b", "golden", "update_golden", "space"),
 )
 """Options of runs, which have no effect on files."""
 _LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")

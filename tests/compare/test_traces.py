@@ -82,6 +82,7 @@ def command(python):
     return command
 
 
+@pytest.mark.slow
 def test_the_run_of_a_commit(command, tmp_path, monkeypatch):
     """It finds the module of the commit, and shares the data that git ignores."""
     here = tmp_path / "train.py"
@@ -128,6 +129,7 @@ def test_a_golden_trace(command, tmp_path, monkeypatch):
     assert (found["verdict"], found["step"], found["parameter"]) == ("differs", 2, "second.bias")
 
 
+@pytest.mark.slow
 def test_two_sets_of_arguments(command, tmp_path):
     """And a script without seeds, whose run is not repeatable."""
     tmp_path.joinpath("train.py").write_text(script("changes"))
@@ -141,6 +143,23 @@ def test_two_sets_of_arguments(command, tmp_path):
     text = command("record", *words, "--out=a.trace", "--", "train.py", code=1, processes=1)
     assert "not recorded: on one device the script failed: rank 0 ended" in text and "OSError: no data" in text
     assert not tmp_path.joinpath("a.trace").exists()
+
+
+def test_a_space_of_arguments(command, tmp_path):
+    """Two options that are wrong together only. Then they are not combined, and last the file is no space."""
+    both = '"summed" if {"--a", "--b"} <= {*sys.argv} else ""'
+    tmp_path.joinpath("train.py").write_text(script("changes").replace('(sys.argv[1:] or [""])[0]', both))
+    space = '[space]\n"--a" = [false, true]\n"--b" = [false, true]\n'
+    words = ("compare", "--gpus=2", "--steps=1", "--space=space.toml", "--json=space.json", "--", "train.py")
+    tmp_path.joinpath("space.toml").write_text(space)
+    text = command(*words, code=1, processes=10)
+    assert "--a --b: differs: step 1: the gradient of" in text
+    assert "train.py: 2 equal, 1 differs; differs with: --a --b" in text
+    assert json.loads(tmp_path.joinpath("space.json").read_text())["differs_with"] == ["--a --b"]
+    tmp_path.joinpath("space.toml").write_text(f'{space}[[refused]]\n"--a" = true\n"--b" = true\n')
+    assert "train.py: 2 equal; differs with: nothing" in command(*words, code=0, processes=8)
+    tmp_path.joinpath("space.toml").write_text('"--a" = 1')
+    assert "is no space of options; give a table [space]" in command(*words, code=4, processes=0)
 
 
 EQUAL = "equal: 2 steps on 4 ranks train the same {} parameters as in --a"
