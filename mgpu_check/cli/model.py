@@ -11,6 +11,7 @@ import pytest
 import mgpu_check.models
 from mgpu_check.cli.codes import RIGHT, WRONG_USAGE
 from mgpu_check.cli.suite import command_line, misuse, on_all_gpus, refuse_workers, run
+from mgpu_check.models.application import WAYS
 from mgpu_check.settings import all_options
 
 _OWN = {
@@ -24,7 +25,7 @@ _OWN = {
 """Options of this command that the plugin calls ``--model-...``, each with an example value."""
 
 _EXAMPLE = "transformers:Qwen3ForCausalLM or train.py:build"
-_HELP = """\
+_HELP = f"""\
 usage: mgpu-check model TARGET [--gpus=N|all] [--simulate] [--ways=WAY,...] [--batch=MODULE:FUNCTION]
                         [--loss=MODULE:FUNCTION] [--time=TIME] [--report=FILE.json|.md] [--golden=FILE.json]
                         [pytest arguments]
@@ -34,7 +35,7 @@ Trains a model in each way that applies, on one device and on several, compares 
 TARGET is package.module:NAME or FILE.py:NAME, a class or a function without arguments, or a small random model of a
 library: transformers:Qwen3ForCausalLM, torchvision:resnet18, timm:NAME, diffusers:CLASS. Nothing is downloaded.
 
-  --ways    ways to try: dp, ddp, fsdp1, fsdp2, hsdp, tp, tp-layers, pp, own, ep, fsdp2-tp, fsdp-tp
+  --ways    ways to try: {", ".join(WAYS)}
             (default: all that apply; own: a function parallelize(model, mesh) beside the model, and MESH)
   --batch   function(n) that returns n samples: a mapping of arguments of the model, or (inputs, target)
             (default: a function `batch` beside the model, or shapes that the model accepts)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mgpu_check import option_values
 from mgpu_check.applications import Application
 from mgpu_check.settings import Settings, option_field
 
-WAYS = ("dp", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "tp-layers", "pp", "own", "ep", "fsdp2-tp", "fsdp-tp")
+WAYS = ("dp", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "tp-layers", "cp", "pp", "own", "ep", "fsdp2-tp", "fsdp-tp")
 """Names of the ways to train; `mgpu_check.models.ways` has them."""
 
 
@@ -21,9 +22,11 @@ def _ways(text: str) -> tuple[str, ...]:
 
 
 def _report(text: str, suffixes: tuple[str, ...] = (".json", ".md")) -> str:
-    if text.endswith(suffixes):
-        return text
-    raise ValueError(f"choose a file whose name ends in {' or '.join(suffixes)}")
+    if not text.endswith(suffixes):
+        raise ValueError(f"choose a file whose name ends in {' or '.join(suffixes)}")
+    if not Path(text).parent.is_dir():
+        raise ValueError(f"there is no directory {Path(text).parent}; make it first")
+    return text
 
 
 def _golden(text: str) -> str:

@@ -77,7 +77,9 @@ def _report(config: pytest.Config) -> ModelReport | None:
     gpus = f"{examined.ranks.size}{' SIMULATED' if settings.simulate else ''} GPUs"
     results, traits = config.stash.get(RESULTS, {}), examined.traits
     rows = [results.get(way) or WayResult(way, "not tried", reason="the run ended") for way in asked.model_ways]
-    return ModelReport(asked.model_target or "", traits.name, traits.parameters, str(examined.recipe), gpus, rows)
+    return ModelReport(
+        asked.model_target or "", traits.name, traits.parameters, str(examined.recipe), gpus, examined.alone, rows
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,20 +6,22 @@ occurs. A setting that fails is shrunk to the fewest options, and tried on one d
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mgpu_check.diagnosis.observations import KINDS, Result
+from mgpu_check.diagnosis.observations import KINDS, Relations, Result
 from mgpu_check.errors import CheckFailure, NotCompared, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture, first_line
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Effort, Expectations, Trial, Trials
 from mgpu_check.gates.step_gate import mismatch_of
 from mgpu_check.models.application import ModelSettings
+from mgpu_check.models.inputs import with_long_sequences
 from mgpu_check.models.targets import UnusableModel
-from mgpu_check.models.training import Training, inspected
+from mgpu_check.models.training import Training, costs_of, inspected
 from mgpu_check.models.training_options import HALVES, SYNCHRONIZED, UNTIED, UNUSED, Setting, described, settings_for
 from mgpu_check.models.verdict import OptionFailure, WayResult
 from mgpu_check.models.ways import ONE_DEVICE, Way, way_of
@@ -59,6 +61,7 @@ class Examination:
         self.failing: dict[str, list[Setting]] = {}  # way -> the smallest settings that fail, or differ on one device
         self.expectations: dict[tuple[str, Training], Expectations] = {}
         self.outcomes: dict[tuple[str, Setting], WayResult] = {}
+        self.alone = WayResult(ONE_DEVICE.name, "equal", devices=1)
         self.options_tried = 0  # number of ways that were tried with options
 
     @property
@@ -82,6 +85,7 @@ class Examination:
             return result, None
         if result.status == "equal":
             self.bases[name] = ()
+            self._measure(way, result)
         elif error is not None:
             error = self._explained(way, result, error)
         return result, error
@@ -92,7 +96,7 @@ class Examination:
         shown = ", ".join(norms[:2]) + ", …" * (len(norms) > 2)
         reasons = {
             SYNCHRONIZED: f"batch norm ({shown}) uses the samples of its rank alone",
-            UNUSED: "a rank uses parameters that another does not use in the same step",
+            UNUSED: "a rank does not use all parameters in a step",
             UNTIED: f"{' and '.join(tied[0]) if tied else ''} are one tensor on one device, and several here",
         }
         applies = {SYNCHRONIZED: norms and not way.single_process, UNUSED: way.name == "ddp", UNTIED: tied}
@@ -109,12 +113,15 @@ class Examination:
         """Return the error with the report of the gate, if results differ."""
         if result.status != "differs":
             return error
-        trials, scenarios = self._trials(way, setting, diagnose=True)
+        before = {column for column in result.columns if result.columns[column] == "differs"} - {"evaluation"}
+        trials, scenarios = self._trials(way, setting, diagnose=True, evaluates=not before)
         failed = next(filter(None, map(trials.run, scenarios)), None)
         if failed is None:
             return error
         report = mismatch_of(trials, failed, [failed.scenario.world_size])
         result.site = report.site
+        if failed.relations is not None:
+            result.reason = _first_wrong(failed.relations)
         if report.mistakes:
             result.reason = ", ".join(report.mistakes)
         elif way.data != () and not setting and self._outcome(ONE_DEVICE, HALVES).status == "differs":
@@ -124,6 +131,13 @@ class Examination:
     def _tried(self, way: Way, setting: Setting, result: WayResult) -> BaseException | None:
         trials, scenarios = self._trials(way, setting)
         result.devices = scenarios[0].world_size
+        try:
+            for scenario in scenarios:
+                with contextlib.suppress(RankFailure):  # `run` makes a failure of it
+                    trials.expected(scenario, effort=Effort.PROVISIONAL)
+        except RankHang as error:  # a slow machine; ranks are not to blame
+            result.status, result.reason = "not compared", f"on one device, {first_line(error)}"
+            return error
         try:
             for scenario in scenarios:
                 failed = trials.run(scenario)
@@ -145,6 +159,15 @@ class Examination:
         result.columns = {_column(name): "equal" for name in expected.single.values}
         return None
 
+    def _measure(self, way: Way, result: WayResult) -> None:
+        """Add the costs of a step to the result, and once those of one device. They are unknown if it fails by then."""
+        for trained, row in ((ONE_DEVICE, self.alone), (way, result)):
+            with contextlib.suppress(RankFailure, RankHang):
+                if not row.memory:
+                    trials, scenarios = self._trials(trained, ())
+                    costs = trials.run_on_ranks(trials.program, scenarios[0], by=costs_of)
+                    row.memory, row.sent = map(max, zip(*costs, strict=True))
+
     @staticmethod
     def _failed(failed: Trial, result: WayResult) -> BaseException:
         if failed.relations is None:
@@ -154,13 +177,15 @@ class Examination:
         result.status = "differs"
         result.columns = {_column(name): "equal" for name in failed.relations.held}
         result.columns |= {_column(name): "differs" for name in failed.relations.broken}
-        name = failed.relations.broken[0]
-        result.reason = f"{name}: {failed.relations.details.get(name, 'differs between ranks')}"
+        result.reason = _first_wrong(failed.relations)
         return ScalingMismatch(result.reason)
 
-    def _trials(self, way: Way, setting: Setting, diagnose: bool = False) -> tuple[Trials, Sequence[Scenario]]:
+    def _trials(
+        self, way: Way, setting: Setting, diagnose: bool = False, evaluates: bool = True
+    ) -> tuple[Trials, Sequence[Scenario]]:
         """Return trials and scenarios. Unless they are for a diagnosis, settings share the results of one device."""
-        training = Training(self.settings.model_target or "", self.recipe, way.name, setting)
+        recipe = with_long_sequences(self.recipe) if way.name == "cp" else self.recipe
+        training = Training(self.settings.model_target or "", recipe, way.name, setting, evaluates)
         world = 1 if way is ONE_DEVICE else way.devices
         program, name = training.program, f"{self.traits.name} under {way.name}"
         kept = self.expectations.setdefault((way.name, training.reference), Expectations(self.ranks, program))
@@ -234,6 +259,12 @@ class Examination:
             return {*base} < {*fewer} and self._outcome(way, fewer).status in ("differs", "raises")
 
         return tuple(fewest_options(dict(setting), fails).items())
+
+
+def _first_wrong(relations: Relations) -> str:
+    """Return the first result that differs, and how."""
+    name = relations.broken[0]
+    return f"{name}: {relations.details.get(name, 'differs between ranks')}"
 
 
 def _cause(error: CheckFailure) -> str:

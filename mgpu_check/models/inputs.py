@@ -23,6 +23,9 @@ from mgpu_check.models.targets import IMAGE, UnusableModel, library_of, member, 
 LENGTH = 8
 """Length of sequences."""
 
+LONG = 128
+"""Length of sequences that ranks divide: torch cuts each rank's 64 tokens in two, and its kernel has rows of 32."""
+
 _SAMPLES = 2  # of a trial
 _BATCHES = ("batch", "make_batch", "example_batch", "example_inputs")
 _LOSSES = ("loss", "loss_fn", "compute_loss")
@@ -63,6 +66,11 @@ class Recipe:
         batch = f"{self.batch}(n)" if self.batch else "; ".join(map(str, self.inputs))
         shape = f"mean squared difference from a drawn target [{', '.join(['n', *map(str, self.target or ())])}]"
         return f"batch: {batch}\nloss: {self.loss or ('of the model itself' if self.target is None else shape)}"
+
+
+def with_long_sequences(recipe: Recipe) -> Recipe:
+    long = (replace(each, shape=(LONG,)) if each.shape == (LENGTH,) else each for each in recipe.inputs)
+    return replace(recipe, inputs=tuple(long))
 
 
 def function_of(place: str) -> Callable[..., Any]:

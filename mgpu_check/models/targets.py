@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from mgpu_check.gates.gate_arguments import first_line
 from mgpu_check.small_models import small_settings
 
 IMAGE = 32
@@ -152,7 +153,10 @@ def _configured(cls: Any) -> nn.Module:
     """Build a model of transformers from a small configuration, with each rate of dropout 0."""
     settings = small_settings(cls.config_class())
     config = cls.config_class(**settings)
-    settings |= {key: value for key, value in _SETTINGS.items() if hasattr(config, key)}
+    for key, value in _SETTINGS.items():
+        if hasattr(config, key):
+            default = getattr(config, key)  # some sizes are [height, width]
+            settings[key] = [value] * len(default) if isinstance(default, list | tuple) else value
     if getattr(config, "is_encoder_decoder", False):
         settings["decoder_start_token_id"] = 0
     for key, value in vars(config).items():
@@ -160,7 +164,13 @@ def _configured(cls: Any) -> nn.Module:
             settings[key] = 0.0
         if key in _STAGES and isinstance(value, list):
             settings[key] = [_STAGES[key]] * len(value)
-    model: nn.Module = cls(cls.config_class(**settings))
+    try:
+        model: nn.Module = cls(cls.config_class(**settings))
+    except Exception as error:  # configurations check their values in many ways
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise UnusableModel(
+            f"{cls.__name__} cannot be built with small sizes: {problem:.200}; name a function that builds it"
+        ) from error
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import Program
+from mgpu_check.gates.search.scenarios import Scenario, mesh_of
 from mgpu_check.models.inputs import Recipe, call, loss_of, make_batch, recipe_of
 from mgpu_check.models.targets import build, parallelism_of
 from mgpu_check.models.training_options import PARTS, Setting, adapt, autocast, optimizer_of, prepare, untie
 from mgpu_check.models.traits import Traits, traits_of
-from mgpu_check.models.ways import MICRO_BATCHES, divide, part_of, shard, way_of
+from mgpu_check.models.ways import MICRO_BATCHES, context_of, divide, part_of, shard, way_of
 
 _OF_REFERENCE = ("optimizer", "clipping", "frozen", "adapters", "autocast", "tied weights")
 """Options that change what one device computes."""
@@ -27,12 +30,18 @@ _OF_REFERENCE = ("optimizer", "clipping", "frozen", "adapters", "autocast", "tie
 
 @dataclass(frozen=True)
 class Training:
-    """A model, its inputs, and the way and options to train it. It travels to the ranks."""
+    """A model, its inputs, and the way and options to train it. It travels to the ranks.
+
+    Attributes:
+        evaluates: whether a step returns the loss after it, too. If gradients differ, this loss is a consequence,
+            which no rule of the diagnosis explains.
+    """
 
     target: str
     recipe: Recipe
     way: str
     setting: Setting = ()
+    evaluates: bool = True
 
     @property
     def reference(self) -> Training:
@@ -42,7 +51,7 @@ class Training:
     @property
     def program(self) -> Program:
         return Program(
-            functools.partial({"pp": PipelineStep, "own": OwnStep}.get(self.way, Step), self),
+            functools.partial({"pp": PipelineStep, "own": OwnStep, "cp": ContextStep}.get(self.way, Step), self),
             functools.partial(_built, self),
             functools.partial(make_batch, self.recipe),
             functools.partial(Reference, self.reference),
@@ -76,13 +85,9 @@ class _Trainer:
 
     def train(self, rows: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
         """Train on the rows of this rank; return the mean loss before and after the step."""
-        self.optimizer.zero_grad()
-        loss = self.backward(rows, device)
-        if "clipping" in self.options:
-            own = getattr(self.called, "clip_grad_norm_", None)  # of FullyShardedDataParallel
-            own(0.1) if own else nn.utils.clip_grad_norm_(self.called.parameters(), 0.1, foreach=self.foreach)
-        self.optimizer.step()
-        self.steps += 1
+        loss = self.update(rows, device)
+        if not self.training.evaluates:
+            return {"loss": loss}
         self.model.eval()
         self.called.eval()
         with torch.no_grad():
@@ -90,6 +95,17 @@ class _Trainer:
         self.model.train()
         self.called.train()
         return {"loss": loss, "evaluation": evaluation.detach()}
+
+    def update(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        """Change the parameters by a step of the optimizer; return the mean loss before it."""
+        self.optimizer.zero_grad()
+        loss = self.backward(rows, device)
+        if "clipping" in self.options:
+            own = getattr(self.called, "clip_grad_norm_", None)  # of FullyShardedDataParallel
+            own(0.1) if own else nn.utils.clip_grad_norm_(self.called.parameters(), 0.1, foreach=self.foreach)
+        self.optimizer.step()
+        self.steps += 1
+        return loss
 
     def evaluate(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
         with autocast(device, self.options):
@@ -145,10 +161,13 @@ class Step(_Trainer):
     def __call__(self, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
         if self.steps == 1 and "state" in self.options:
             self._reload()
-        part = part_of(self.way, rank)
-        rows = pytree.tree_map_only(torch.Tensor, lambda value: shard(value, part).to(rank.device), batch)
-        losses = self.train(rows, rank.device)
+        losses = self.train(self.rows(batch, rank), rank.device)
         return losses if self.way.single_process else {name: _mean(loss) for name, loss in losses.items()}
+
+    def rows(self, batch: Any, rank: Rank) -> Any:
+        """Return the samples of this rank, on its device."""
+        part = part_of(self.way, rank)
+        return pytree.tree_map_only(torch.Tensor, lambda value: shard(value, part).to(rank.device), batch)
 
     def _reload(self) -> None:
         """Save the whole state, overwrite parameters and moments, and load it again."""
@@ -169,6 +188,28 @@ class OwnStep(Step):
         assert parallelize is not None
         called = parallelize(model, rank.mesh)
         return model if called is None else called
+
+
+class ContextStep(Step):
+    """The step on a rank that has a part of each sequence, as the Trainer of transformers does it."""
+
+    def rows(self, batch: Any, rank: Rank) -> Any:
+        inputs = {name: value.to(rank.device) for name, value in batch["inputs"].items()}
+        labels = inputs["labels"]
+        if "attention_mask" in inputs:
+            raise ValueError("torch's ring attention takes no attention_mask")
+        inputs["position_ids"] = torch.arange(labels.shape[1], device=rank.device).repeat(len(labels), 1)
+        # The next token may be that of another rank.
+        targets = inputs["shift_labels"] = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        return {"inputs": inputs | {"num_items_in_batch": int((targets != -100).sum()) / rank.size}}
+
+    def backward(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        with context_of(rows["inputs"]):
+            return super().backward(rows, device)
+
+    def evaluate(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+        with context_of(rows["inputs"]):
+            return super().evaluate(rows, device)
 
 
 class PipelineStep(Step):
@@ -200,6 +241,47 @@ class PipelineStep(Step):
         loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
         dist.broadcast(loss, self.last)
         return loss
+
+
+_SEND_NOTHING = ("wait_tensor", "recv_", "recv_any_source_", "barrier")
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up the bytes of collectives, also of those that torch calls in C++, such as the reducer of DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in _SEND_NOTHING:
+            leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+            self.sent += max((leaf.numel() * leaf.element_size() for leaf in leaves), default=0)
+        return result
+
+
+def costs_of(program: Program, scenario: Scenario, rank: Rank) -> tuple[int, int]:
+    """Train in a rank, and return the bytes that the second step takes: memory, and collectives.
+
+    The memory is the highest peak of a device of this rank. A collective counts by its larger side, input or output.
+    """
+    if program.single_process:
+        rank = replace(rank, size=scenario.world_size)
+    if scenario.mesh:
+        rank = replace(rank, mesh=mesh_of(rank, scenario.mesh))
+    devices = range(rank.size) if program.single_process else (rank.device,)
+    gc.collect()  # results of earlier calls
+    before = max(map(torch.cuda.memory_allocated, devices))
+    model = program.build()
+    step = program.step(model, rank)
+    rows = step.rows(make_batch(step.training.recipe, scenario.samples), rank)
+    step.update(rows, rank.device)  # makes the state of the optimizer, and the buckets of DDP
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    with _Traffic() as traffic:
+        step.update(rows, rank.device)
+    return max(map(torch.cuda.max_memory_allocated, devices)) - before, traffic.sent
 
 
 def _mean(loss: torch.Tensor) -> torch.Tensor:

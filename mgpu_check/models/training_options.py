@@ -50,6 +50,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("optimizer", ("AdamW",)),
     # torch refuses both for parameters of which some are DTensors, or DTensors of other meshes.
     Option("optimizer", ("fused AdamW", "foreach AdamW"), _WHOLE),
+    Option("optimizer", ("ZeRO",), ("ddp",)),
     Option("clipping", ("norm 0.1",), _WHOLE),
     Option("frozen", ("every second block", "embeddings")),
     Option("adapters", ("LoRA",), _WHOLE),  # a plan of transformers loads the model anew, without them
@@ -58,6 +59,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("buckets", ("view of gradients", "of 1 kB"), ("ddp",)),
     Option("graph", ("static_graph", "find_unused_parameters"), ("ddp",)),
     Option("reshard", ("not after forward",), ("fsdp2", "hsdp")),
+    Option("offload", ("to the host",), ("fsdp2", "hsdp")),
     Option("schedule", ("1F1B",), ("pp",)),
     Option("compile", ("aot_eager",), _ONE_CALL),  # last, because it takes longest
 )
@@ -65,11 +67,13 @@ OPTIONS: tuple[Option, ...] = (
 _REFUSED: tuple[tuple[str, Setting], ...] = (
     *(("", (("autocast", "bfloat16"), ("optimizer", name))) for name in ("AdamW", "fused AdamW", "foreach AdamW")),
     ("ddp", (("checkpointing", "reentrant"), ("graph", "find_unused_parameters"))),
+    ("ddp", (("optimizer", "ZeRO"), ("state", "saved and loaded before step 2"))),
     ("pp", (("checkpointing", "reentrant"),)),
 )
 """Way, or "" for all, and options that are not combined there. With autocast, rounding decides the sign of Adam's steps
 where a gradient is small, so nothing could be compared. Torch 2.13 refuses the others with an error that says so:
-torch/csrc/distributed/c10d/reducer.cpp; torch/utils/checkpoint.py, as a stage asks for the gradient of its input."""
+torch/csrc/distributed/c10d/reducer.cpp; distributed/optim/zero_redundancy_optimizer.py, whose state is to be
+consolidated first; torch/utils/checkpoint.py, as a stage asks for the gradient of its input."""
 
 SYNCHRONIZED: Setting = (("batch norm", "SyncBatchNorm"),)
 UNUSED: Setting = (("graph", "find_unused_parameters"),)
@@ -183,6 +187,10 @@ def optimizer_of(
     name = options.get("optimizer", "")
     if not name:
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9, foreach=foreach)
+    if name == "ZeRO":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # torch 2.13 warns of itself at this import
+
+        return ZeroRedundancyOptimizer(trained, torch.optim.SGD, lr=0.05, momentum=0.9)
     if "fused" in name:
         return torch.optim.AdamW(trained, lr=0.01, fused=True)
     return torch.optim.AdamW(trained, lr=0.01, foreach="foreach" in name or foreach)

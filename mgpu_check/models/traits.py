@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +24,8 @@ class Traits:
         divisible: names of Linear and Embedding modules that four ranks can divide.
         embeds: whether it has embeddings.
         has_linear: whether it has Linear modules.
-        defined: the line where its class is defined.
+        attends: whether context parallelism is known for its attention: a causal language model of transformers.
+        defined: the line where its class is defined; "" for a class of torch.
         mesh: axes and sizes of the mesh of a function `parallelize` of the user; () without one.
     """
 
@@ -35,6 +37,7 @@ class Traits:
     divisible: tuple[str, ...]
     embeds: bool
     has_linear: bool
+    attends: bool
     defined: str
     mesh: Mesh = ()
 
@@ -50,7 +53,8 @@ def traits_of(model: nn.Module, mesh: Mesh = ()) -> Traits:
         tuple(divisible_layers(model, 4)),
         any(isinstance(module, nn.Embedding) for module in model.modules()),
         any(class_of(module) is nn.Linear for module in model.modules()),
-        definition_of(type(model)),
+        _attends(model),
+        "" if type(model).__module__.startswith("torch.") else definition_of(type(model)),
         mesh,
     )
 
@@ -66,6 +70,15 @@ def _plan_of(model: nn.Module, kind: str) -> object:
     """Return the plan that a model of transformers declares, or its configuration."""
     own = getattr(model, f"_{kind}_plan", None)
     return own or getattr(getattr(model, "config", None), f"base_model_{kind}_plan", None)
+
+
+def _attends(model: nn.Module) -> bool:
+    """Return whether a model is a causal language model of transformers with SDPA, in modules named `self_attn`."""
+    config: Any = getattr(model, "config", None)
+    causal = (
+        getattr(model, "loss_type", None) == "ForCausalLM" and getattr(config, "_attn_implementation", "") == "sdpa"
+    )
+    return causal and any(name.endswith("self_attn") for name, _ in model.named_modules())
 
 
 def divisible_layers(model: nn.Module, size: int) -> list[str]:

@@ -12,7 +12,15 @@ Status = Literal["equal", "differs", "raises", "not compared", "not applicable",
 
 COLUMNS = ("loss", "gradients", "parameters", "buffers", "moments", "evaluation")
 
+_HEAD = ("way", "devices", *COLUMNS, "memory", "sent", "options")
+
 _WRONG = ("differs", "raises")
+
+
+def _bytes(count: int) -> str:
+    """Return a number of bytes with a unit, such as "3.4 MB"; "-" for none."""
+    power = min(max(0, (len(str(count)) - 1) // 3), 4)
+    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}" if count else "-"
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,8 @@ class WayResult:
 
     Attributes:
         devices: number of devices; 0 if it was not run.
+        memory: peak of a device in a step, in bytes; 0 if the way was not compared, or differs.
+        sent: collectives of a rank in a step, in bytes; 0 also for a way in one process.
         columns: column -> "equal" or "differs"; a column is missing if there was nothing to compare.
         reason: the mistake, the error, or why nothing was run.
         base: options that the way needs to be equal, such as SyncBatchNorm.
@@ -43,6 +53,8 @@ class WayResult:
     way: str
     status: Status
     devices: int = 0
+    memory: int = 0
+    sent: int = 0
     columns: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     site: str = ""
@@ -52,6 +64,12 @@ class WayResult:
     failures: list[OptionFailure] = field(default_factory=list)
     on_one_device: list[str] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
+
+    @property
+    def cells(self) -> list[str]:
+        """The columns before the last one; "-" where there is nothing to say."""
+        results = [self.columns.get(column, "-").replace("differs", "DIFFERS") for column in COLUMNS]
+        return [self.way, str(self.devices or "-"), *results, *map(_bytes, (self.memory, self.sent))]
 
     @property
     def options(self) -> str:
@@ -71,14 +89,13 @@ class ModelReport:
     parameters: int  # number of elements
     recipe: str  # the batch and the loss, a line each
     gpus: str  # such as "4 SIMULATED GPUs"
+    alone: WayResult  # one device: what a step costs it
     results: Sequence[WayResult]
 
     def lines(self) -> list[str]:
-        rows = [["way", "devices", *COLUMNS, "options"]]
-        for result in self.results:
-            cells = [result.columns.get(column, "-").replace("differs", "DIFFERS") for column in COLUMNS]
-            if result.columns:
-                rows.append([result.way, str(result.devices), *cells, result.options or "-"])
+        rows = [[*_HEAD]]
+        compared = [result for result in self.results if result.columns]
+        rows += [[*result.cells, result.options or "-"] for result in [self.alone] * bool(self.alone.memory) + compared]
         widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         heading = f"{self.model}, {self.parameters:,} parameters, on {self.gpus}"
@@ -146,12 +163,9 @@ class ModelReport:
         return asdict(self) | {"sentence": self.sentence(), "exit_code": self.exit_code}
 
     def to_markdown(self) -> str:
-        head = ["way", "devices", *COLUMNS, "options"]
-        rows = [head, ["---"] * len(head)]
+        rows = [[*_HEAD], ["---"] * len(_HEAD)]
         for result in self.results:
-            cells = [result.columns.get(column, "") for column in COLUMNS]
-            last = result.options if result.columns else f"{result.status}: {result.reason}"
-            rows.append([result.way, str(result.devices or ""), *cells, last])
+            rows.append([*result.cells, result.options if result.columns else f"{result.status}: {result.reason}"])
         table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         return "\n".join([f"**{self.sentence()}**", "", *table])
 

@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +33,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.search.scenarios import Mesh, size_of
 from mgpu_check.models.training_options import prepare
 from mgpu_check.models.traits import Traits, blocks_of, class_of, divisible_layers
+from mgpu_check.torch_hooks.patches import replaced
 
 Options = Mapping[str, str]
 
@@ -92,9 +95,10 @@ def _fully_sharded(model: Any, rank: Rank, options: Options) -> Any:
 
 
 def _sharded(model: Any, mesh: DeviceMesh, options: Options) -> Any:
+    policy = CPUOffloadPolicy() if "offload" in options else OffloadPolicy()
     for _, block in blocks_of(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward="reshard" not in options)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward="reshard" not in options, offload_policy=policy)
+    return fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
 def _fsdp1(model: Any, rank: Rank, options: Options) -> Any:
@@ -125,6 +129,31 @@ def _tensor_parallel(model: Any, rank: Rank, options: Options) -> Any:
 
 def _fsdp2_and_tensor_parallel(model: Any, rank: Rank, options: Options) -> Any:
     return _sharded(_tensor_parallel(model, rank, options), _axis(rank, "dp"), options)
+
+
+def _context_parallel(model: Any, rank: Rank, options: Options) -> Any:
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_causal, with_kwargs=True)
+    return _sharded(model, _axis(rank, "cp"), options)
+
+
+def _causal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out the mask, as accelerate does: torch's ring attention takes none."""
+    return args, kwargs | {"attention_mask": None, "is_causal": True}
+
+
+@contextlib.contextmanager
+def context_of(inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Divide the sequences of a batch in place between all ranks, [samples, tokens], and attend in a ring."""
+    attention = sys.modules.get("transformers.integrations.sdpa_attention")
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    mesh = init_device_mesh(tensors[0].device.type, (dist.get_world_size(),))
+    with contextlib.ExitStack() as stack:
+        if attention is not None:  # keys and values are repeated: torch's kernel for float32 has no grouped queries
+            stack.enter_context(replaced(attention, "use_gqa_in_sdpa", lambda *_, **__: False))
+        stack.enter_context(context_parallel(mesh, buffers=tensors, buffer_seq_dims=[1] * len(tensors)))
+        yield
 
 
 @contextlib.contextmanager
@@ -182,6 +211,10 @@ def _needs_function(traits: Traits) -> str:
     return "" if traits.mesh else "no function parallelize(model, mesh) is beside the model"
 
 
+def _needs_attention(traits: Traits) -> str:
+    return "" if traits.attends else f"{traits.name} is no causal language model of transformers with SDPA"
+
+
 def _two_by_two(first: str, second: str) -> Mesh:
     return (first, 2), (second, 2)
 
@@ -197,6 +230,7 @@ WAYS: tuple[Way, ...] = (
     Way("hsdp", _fully_sharded, _two_by_two("replicate", "shard")),
     Way("tp", _by_plan(tp_size="tp"), (("tp", 2),), (), _OWN_TP),
     Way("tp-layers", _tensor_parallel, (("tp", 2),), (), _needs_layers, derived=True),
+    Way("cp", _context_parallel, (("cp", 2),), (), _needs_attention, derived=True),
     Way("pp", _unchanged, (("pp", 2),), (), derived=True),
     Way("own", _unchanged, (), OF_DATA, _needs_function),
     Way("ep", _by_plan(tp_size="ep", ep_size="ep"), (("ep", 2),), (), _OWN_EP),

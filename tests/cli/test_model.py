@@ -35,6 +35,7 @@ def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(tmp_path
     assert table["exit_code"] == 1
 
 
+@pytest.mark.slow
 def test_functions_beside_the_model_give_batch_and_loss(tmp_path):
     functions = (
         "def batch(n):\n    return torch.randint(16, (n, 3)), torch.randint(16, (n, 3))\n\n"
@@ -51,9 +52,13 @@ def test_functions_beside_the_model_give_batch_and_loss(tmp_path):
     ("arguments", "message"),
     [
         ([], "the first argument is the model, such as transformers:Qwen3ForCausalLM"),
-        (["train:Net", "--gpus=2", "--simulate", "--ways=ddp,cp"], "--ways: 'ddp,cp' is not valid; 'cp' is no way"),
+        (["train:Net", "--gpus=2", "--simulate", "--ways=ddp,sp"], "--ways: 'ddp,sp' is not valid; 'sp' is no way"),
         (["train:Net", "--gpus=2", "--simulate", "-n", "2"], "the ways run in one process: leave out -n 2"),
         (["train:Net", "--gpus=2", "--simulate", "--golden=a.md"], "--golden: 'a.md' is not valid; choose a file"),
+        (
+            ["train:Net", "--gpus=2", "--simulate", "--report=no/a.md"],
+            "'no/a.md' is not valid; there is no directory no",
+        ),
         (["train:Net", "--simulate"], "--simulate needs the number of GPUs"),
     ],
 )

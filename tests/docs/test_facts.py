@@ -12,7 +12,7 @@ import pytest
 
 import mgpu_check
 from mgpu_check import version
-from mgpu_check.cli import compare, record, simulate
+from mgpu_check.cli import compare, model, record, simulate
 from mgpu_check.settings import OPTIONS, Settings, all_options
 from tests.docs.pages import DOCS, ROOT, all_pages, blocks
 
@@ -54,6 +54,7 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
         "accept": of_pytest
         | {f"--{option.name.removeprefix('accept_').replace('_', '-')}" for option in all_options().values()},
         "compare": set(compare._parser()._option_string_actions),
+        "model": of_pytest | {*model._OWN},
         "record": set(record._parser()._option_string_actions),
         "simulate": set(simulate._parser()._option_string_actions),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,6 +137,42 @@ class Shortcut(Net):
 
 class Summed(Net):
     """Its gradients are summed by `parallelize`, not averaged."""
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor, attention_mask: Any = None, is_causal: bool = True) -> torch.Tensor:
+        query, key, value = self.project(x).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2).flatten(2)
+
+
+class Causal(nn.Module):
+    """A language model as transformers has them, with what context parallelism needs."""
+
+    loss_type, keeps_positions = "ForCausalLM", True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="sdpa", vocab_size=16)
+        self.tokens, self.positions = nn.Embedding(16, 8), nn.Embedding(128, 8)
+        self.self_attn, self.head = Attention(), nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> Any:
+        own = torch.arange(labels.shape[1], device=labels.device)
+        positions = more.get("position_ids", own) if self.keeps_positions else own
+        logits = self.head(self.self_attn(self.tokens(input_ids) + self.positions(positions)))
+        targets = more.get("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return SimpleNamespace(loss=loss / more.get("num_items_in_batch", labels[:, 1:].numel()))
+
+
+class Restarting(Causal):
+    """Counts positions from 0 in each part of a sequence."""
+
+    keeps_positions = False
 
 
 MESH = {"dp": 2}

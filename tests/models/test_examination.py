@@ -13,7 +13,7 @@ from mgpu_check.models import ways
 from mgpu_check.models.application import WAYS, ModelSettings
 from mgpu_check.models.examination import Examination
 from mgpu_check.models.targets import UnusableModel
-from mgpu_check.models.training_options import OPTIONS, settings_for
+from mgpu_check.models.training_options import _REFUSED, OPTIONS, settings_for
 from mgpu_check.models.traits import Traits
 from mgpu_check.models.verdict import ModelReport, OptionFailure, WayResult, read_golden
 
@@ -34,23 +34,32 @@ def test_a_right_model_is_equal_in_each_way_that_applies(ranks, net):
     results = {way: examined.try_way(way) for way in WAYS}
     assert [error for _, error in results.values() if error is not None] == []
     statuses = {way: result.status for way, (result, _) in results.items()}
-    planned = dict.fromkeys(("tp", "ep", "fsdp-tp"), "not applicable")
+    planned = dict.fromkeys(("tp", "ep", "fsdp-tp", "cp"), "not applicable")
     assert statuses == dict.fromkeys(WAYS, "equal") | planned
     assert "tp_plan" in results["tp"][0].reason
     assert results["hsdp"][0].devices == 4
     columns = {"loss", "evaluation", "gradients", "parameters", "moments"}
+    gradients = 4 * examined.traits.parameters
+    assert gradients <= results["ddp"][0].sent < results["fsdp2"][0].sent < 4 * gradients
+    assert 2 * gradients < examined.alone.memory <= results["ddp"][0].memory
     assert results["fsdp2"][0].columns == dict.fromkeys(columns, "equal")
+
+
+def test_context_parallelism_is_equal_where_the_model_takes_positions(ranks):
+    result, error = examination(ranks, "Causal").try_way("cp")
+    assert (result.status, result.columns["gradients"], error) == ("equal", "equal", None)
 
 
 MISTAKES = [  # model, way, a part of the reason
     ("Tied", "tp-layers", "tokens.weight and head.weight are one tensor on one device"),
     ("Convolutions", "ddp", "batch norm (body.1) uses the samples of its rank alone"),
-    ("Contrastive", "ddp", "so does one device that takes the batch in halves"),
-    ("Switched", "ddp", "a rank uses parameters that another does not use"),
+    ("Contrastive", "ddp", "batch-statistics-per-rank"),
+    ("Switched", "ddp", "a rank does not use all parameters in a step"),
     ("Noise", "fsdp2", "random-numbers-per-rank"),
     ("Gathered", "fsdp2", "gradient-cut-by-collective"),
     ("Mean", "fsdp2", "buffers-drift"),
     ("Summed", "own", "world-size-factor"),
+    ("Restarting", "cp", "returned loss: got "),
 ]
 SLOW = ("Contrastive", "Noise", "Gathered", "Mean")
 
@@ -106,7 +115,7 @@ def test_a_failing_setting_is_shrunk_to_the_two_options_that_it_needs(ranks, mon
 
 
 def test_settings_have_the_base_and_no_pair_that_torch_refuses():
-    traits = Traits("Net", 1, (), (), (), (), embeds=True, has_linear=True, defined="")
+    traits = Traits("Net", 1, (), (), (), (), embeds=True, has_linear=True, attends=False, defined="")
     settings = settings_for("ddp", traits, compiles=False, base=(("graph", "find_unused_parameters"),))
     graphs = [dict(setting)["graph"] for setting in settings]
     assert {*graphs} == {"find_unused_parameters"}
@@ -130,13 +139,14 @@ def test_the_options_of_the_command_name_the_ways_that_there_are():
 
 @pytest.mark.parametrize("way", ["ddp", "tp"])
 def test_each_pair_of_values_is_in_a_setting(way):
-    traits = Traits("Net", 1, ("norm",), (), (), (), embeds=True, has_linear=False, defined="")
+    traits = Traits("Net", 1, ("norm",), (), (), (), embeds=True, has_linear=False, attends=False, defined="")
     settings = settings_for(way, traits, compiles=True)
     options = [option for option in OPTIONS if option.name != "adapters" and (not option.ways or way in option.ways)]
     values = [(option.name, value) for option in options for value in option.values]
     pairs = {pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]}
-    pairs.discard((("checkpointing", "reentrant"), ("graph", "find_unused_parameters")))  # which torch refuses
-    pairs -= {pair for pair in pairs if pair[0] == ("autocast", "bfloat16") and pair[1][0] == "optimizer"}
+    pairs -= {
+        pair for pair in pairs for refusing, refused in _REFUSED if refusing in ("", way) and {*refused} == {*pair}
+    }
     assert pairs == {pair for setting in settings for pair in itertools.combinations(setting, 2)}
     assert settings[: len(values)] == [(value,) for value in values]
     assert not any(name == "compile" for setting in settings_for(way, traits, compiles=False) for name, _ in setting)
@@ -165,12 +175,17 @@ def test_a_model_that_cannot_be_used_is_refused_with_what_to_do(ranks, target, m
 EQUAL = {"loss": "equal", "gradients": "equal"}
 
 
+ALONE = WayResult("one device", "equal", 1, memory=4321)
+
+
 def report(*results: WayResult) -> ModelReport:
-    return ModelReport("train:Net", "Net", 1234, "batch: train:batch(n)\nloss: train:loss", "2 SIMULATED GPUs", results)
+    return ModelReport(
+        "train:Net", "Net", 1234, "batch: train:batch(n)\nloss: train:loss", "2 SIMULATED GPUs", ALONE, results
+    )
 
 
 def way(name: str, status="equal", **fields) -> WayResult:
-    return WayResult(name, status, 2, {} if status in ("raises", "not tried") else EQUAL, **fields)
+    return WayResult(name, status, 2, columns={} if status in ("raises", "not tried") else EQUAL, **fields)
 
 
 FAILURE = OptionFailure("clipping: norm 0.1", "differs", "gradient of a")
@@ -195,10 +210,11 @@ def test_one_sentence_and_one_code_say_the_verdict(results, sentence, code):
 def test_a_row_of_the_table_has_what_was_compared():
     wrong = way("tp", "differs", reason="a mistake", site="train.py:3")
     wrong.columns = EQUAL | {"gradients": "differs"}
-    lines = report(way("ddp", settings=5, untried=2, failures=[FAILURE]), wrong).lines()
+    lines = report(way("ddp", memory=12_345_678, sent=456, settings=5, untried=2, failures=[FAILURE]), wrong).lines()
     assert lines[0] == "Net, 1,234 parameters, on 2 SIMULATED GPUs"
     rows = {line.split()[0]: line.split() for line in lines if line}
-    assert " ".join(rows["ddp"][1:]) == "2 equal equal - - - - 4 equal, 1 FAIL, 2 not tried"
+    assert " ".join(rows["ddp"][1:]) == "2 equal equal - - - - 12.3 MB 456 B 4 equal, 1 FAIL, 2 not tried"
+    assert lines[5].split() == ["one", "device", "1", *"------", "4.32", "kB", "-", "-"]
     assert rows["tp"][1:4] == ["2", "equal", "DIFFERS"]
     assert "ddp: differs with clipping: norm 0.1: gradient of a" in lines
     assert "tp: differs: a mistake (train.py:3)" in lines
