@@ -97,7 +97,10 @@ def _command(name: str, arguments: Sequence[str]) -> int:
             return WRONG_USAGE
         # Python would exit with 1, which says that what was looked at is wrong.
         traceback.print_exc()
-        print(f"mgpu-check {name}: internal error; of what it was to look at this says nothing", file=sys.stderr)
+        print(
+            f"mgpu-check {name}: internal error, so there is no verdict; please report the traceback above",
+            file=sys.stderr,
+        )
         return INTERNAL_ERROR
 
 
