@@ -136,6 +136,7 @@ def spoiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return spoiled
 
 
+@pytest.mark.slow
 def test_a_check_that_returns_at_once_leaves_the_node_undecided(
     command: Command, spoiled: Callable[[str], None]
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_check_that_returns_at_once_leaves_the_node_undecided(
     assert "INCONCLUSIVE" in text
 
 
+@pytest.mark.slow
 def test_an_error_of_a_check_itself_leaves_the_node_undecided(command: Command, spoiled: Callable[[str], None]) -> None:
     spoiled(
         "from mgpu_check.acceptance.node import Node\n\n"
@@ -163,6 +165,7 @@ def test_an_error_of_a_check_itself_leaves_the_node_undecided(command: Command, 
     assert "IndexError" in text
 
 
+@pytest.mark.slow
 def test_where_no_gpu_answers_any_more_the_rest_is_skipped_and_unknown(command: Command) -> None:
     text = command("accept", "--gpus=1", "--simulate", "--gpu-level=quick", "--plant=lost:device=0", code=1)
     assert "the check itself" not in text and "firmware" not in text
@@ -170,6 +173,7 @@ def test_where_no_gpu_answers_any_more_the_rest_is_skipped_and_unknown(command: 
     assert "  do: drain the node, reset this GPU and run again; if it fails again, send it back" in text
 
 
+@pytest.mark.slow
 def test_a_gpu_whose_driver_hangs_from_the_start_is_named_with_its_finding_in_all_outputs(
     command: Command, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def test_selftest_of_all_pairs_of_one_property_proves_each_check(command):
     assert "every fault is caught, every check catches one" in text
 
 
+@pytest.mark.slow
 def test_selftest_of_one_check_by_seeds_asks_for_its_own_faults_only(command):
     text = command("selftest", "--seeds=3", "test_mismatch.py::test_gpu_scalars_are_no_numbers")
     assert re.search(r"^  gpu-scalars-taken-for-numbers +3 ", text, re.MULTILINE), text
@@ -226,6 +227,7 @@ def test_nothing_is_asked_of_a_fault_whose_checks_were_deselected():
     assert list(matrix.not_proven()) == []
 
 
+@pytest.mark.slow
 def test_selftest_asks_nothing_of_pairs_that_were_deselected(command):
     """A word of -k stands for faults and for checks: what it leaves of either is no whole."""
     text = command("selftest", "test_allreduce.py", "-k", "mean-instead-of-sum or test_ring_allreduce")
@@ -390,6 +392,7 @@ def test_the_whole_simulated_suite_has_a_worker_for_each_processor(monkeypatch, 
     assert suite.on_processors(words) == [*(["-n", workers] if workers else []), *words]
 
 
+@pytest.mark.slow
 def test_workers_of_the_simulated_suite_wait_for_no_devices_of_each_other(command):
     text = command("--gpus=2", "--simulate", "-n2", "test_scatter.py", "test_mismatch.py")
     assert "passed" in text and "waited" not in text

@@ -40,6 +40,7 @@ def test_a_rank_that_fails_before_it_makes_its_group(compare, by_hand):
     assert [run["label"] for run in outcome.json["runs"]] == ["one device", "2 ranks"]
 
 
+@pytest.mark.slow
 def test_all_ranks_on_one_device(compare, tutorial, changed):
     outcome = compare(
         changed(tutorial, ('torch.device("cuda", int(os.environ["LOCAL_RANK"]))', 'torch.device("cuda", 0)')),
@@ -56,6 +57,7 @@ def test_a_rank_that_is_killed(compare, by_hand, changed):
     assert "rank 1 ended with signal SIGSEGV before its first optimizer step" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_when_the_script_is_over(compare, by_hand):
     outcome = compare(DIES + by_hand, code=0)
     assert outcome.json["headline"].startswith("equal: 3 steps on 2 ranks")

@@ -57,6 +57,7 @@ def test_a_script_without_its_data_is_equal(compare):
     assert "fake data in place of what is missing" in outcome.text.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_made_data_hides_no_mistake(compare):
     script = TRAINS.replace("= DistributedDataParallel(net)", "= net")
     outcome = compare(script, *SIMULATED, code=1)

@@ -14,6 +14,7 @@ from tests.compare.conftest import script
 WITH_A_SNAPSHOT = script("with_a_snapshot")
 
 
+@pytest.mark.slow
 def test_a_script_that_saves_and_divides_its_batch(compare, tmp_path):
     tmp_path.joinpath("out").mkdir()
     outcome = compare(WITH_A_SNAPSHOT, "--fresh-directory", code=0, arguments=["--batch={8/W}", "0.0"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.compare.conftest import script
 
 CLIENTS = Path(__file__).parents[2] / "benchmarks" / "clients" / "programs"
@@ -22,6 +24,7 @@ def test_replaced_and_overridden_attributes_are_not_called(compare):
     assert "equal: 2 steps on 2 ranks train the same 7 parameters" in outcome.text
 
 
+@pytest.mark.slow
 def test_outputs_that_are_pending_collectives(compare):
     text = (CLIENTS / "parallelized.py").read_text()
     outcome = compare(text, *SIMULATED, "--steps=2", code=0, arguments=["--how=tensor"])

@@ -224,7 +224,14 @@ def test_gradients_that_are_computed_within_the_step(traces):
     assert len(trace.of("seed")) == 1 and [event["missed"] for event in trace.of("save")] == [True]
 
 
-@pytest.mark.parametrize(("method", "group"), [("fork", True), ("fork", False), ("forkserver", True), ("spawn", False)])
+@pytest.mark.parametrize(
+    ("method", "group"),
+    [
+        ("fork", True),
+        ("spawn", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fork", False), ("forkserver", True))),
+    ],
+)
 def test_a_process_of_the_script_that_trains_instead_of_it(record, method, group):
     """It is the rank if it makes a process group, or calls a model to train it."""
     run = record(
@@ -263,6 +270,7 @@ if __name__ == "__main__":
     assert run.has("starts") and run.ranks[0].how == "stopped", run.ranks[0].stderr
 
 
+@pytest.mark.slow
 def test_optimizers_within_others_and_steps_that_are_skipped(traces):
     for trace in traces("scaled_steps", 2):
         assert [len(step.seen) for step in trace.steps] == [3, 3]
@@ -297,6 +305,7 @@ def test_sharded_parameters_are_gathered(traces):
         assert step.parameters[name].samples[-1] == 11 and step.gradients[name].samples[-1] == 22
 
 
+@pytest.mark.slow
 def test_processes_of_the_script_are_not_recorded(traces):
     """If it trains itself, too."""
     (trace,) = traces("own_processes")

@@ -27,6 +27,7 @@ MEAN = "                p.grad /= world\n"
 ALL = "            for p in net.parameters():\n                dist.all_reduce"
 
 
+@pytest.mark.slow
 def test_a_right_script_that_spawns_ranks_with_inputs_of_their_own_is_equal(compare, changed):
     ranks = 'int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))'
     start = RANDOM.index("if world")
@@ -64,6 +65,7 @@ def test_a_mistake_is_refuted_in_a_replay(compare, changed, old, new, mistake):
     assert (outcome.json["step"], outcome.json["tensor"]) == (1, "gradient")
 
 
+@pytest.mark.slow
 def test_ranks_that_each_get_the_whole_dataset_differ(compare, changed):
     outcome = compare(changed(RANDOM, ("DistributedSampler(data) if world > 1 else None", "None")), code=1)
     assert outcome.json["replayed"] and outcome.json["mistakes"] == ["dataset-not-split"]
@@ -71,6 +73,7 @@ def test_ranks_that_each_get_the_whole_dataset_differ(compare, changed):
     assert "the steps agree, if one device gets the same batches" in outcome.json["headline"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_named(compare, changed):
     """A weight that each rank draws has no joint value for one device, however the script has drawn it."""
     drawn = ("        loss.backward()\n", "        (loss * own.uniform(0.5, 2) * torch.rand(1)).backward()\n")
@@ -123,6 +126,7 @@ def test_other_seeds_of_any_kind(kind):
     assert isinstance(first, int) and 0 <= first < 2**32 and first not in (7, own)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_hand, changed):
     halves = (
         "    loss = nn.functional.mse_loss(net(x[part]), y[part])\n    loss.backward()\n",

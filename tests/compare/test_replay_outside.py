@@ -351,6 +351,7 @@ def test_rollouts_in_a_shuffled_order_are_equal(compare):
     assert re.search(r"the inputs of Sequential at train.py:\d+, a tensor of shape \[8, 1\] at train.py", outcome.text)
 
 
+@pytest.mark.slow
 def test_a_mistake_on_rollouts_is_named(compare, changed):
     """A difference also needs a run with the samples of the ranks in another order."""
     pytest.importorskip("numpy")
@@ -359,6 +360,7 @@ def test_a_mistake_on_rollouts_is_named(compare, changed):
     assert [run["label"] for run in outcome.json["runs"]][-1].endswith("with other seeds and in another order")
 
 
+@pytest.mark.slow
 def test_rows_that_are_steps_of_a_sequence_have_no_joint_order(compare, changed):
     """One device gets the rows of one rank after those of another: the script takes them for further steps."""
     pytest.importorskip("numpy")

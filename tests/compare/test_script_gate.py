@@ -43,6 +43,7 @@ def judged(tmp_path, monkeypatch):
     return judged
 
 
+@pytest.mark.slow
 def test_a_wrong_script_fails_a_test(python, tmp_path, by_hand, changed):
     wrong = changed(
         by_hand, ("            p.grad /= world\n", ""), ("    nn.utils.clip_grad_norm_(net.parameters(), 0.5)\n", "")

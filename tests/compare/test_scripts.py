@@ -31,6 +31,7 @@ def test_the_tutorial_is_equal(compare, tutorial):
         assert abs(one - ranks) < 1e-5 * one
 
 
+@pytest.mark.slow
 def test_a_long_script_without_gpus_and_without_a_group_on_one_device(compare, by_hand, changed):
     outcome = compare(changed(by_hand, ("(0, 8, 16)", "(0, 8, 16) * 4")), code=0)
     assert outcome.json["headline"].startswith("equal: 10 steps on 2 ranks")
@@ -51,12 +52,14 @@ def test_a_sum_in_place_of_a_mean(compare, by_hand, changed):
     assert re.search(r": the world size; all_reduce \(sum, 2 ranks\) at train.py:24 leaves it so$", outcome.text, re.M)
 
 
+@pytest.mark.slow
 def test_a_factor_that_clipping_hides(compare, by_hand, changed):
     outcome = compare(changed(by_hand, ("            p.grad /= world\n", "")), code=1)
     assert outcome.json["mistakes"] == ["world-size-factor"] and abs(outcome.json["ratio"] - 2) < 1e-3
     assert "before clipping, the gradients of the ranks have 2 times the norm of one device" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_model_that_trains_in_evaluation_mode(compare, by_hand, changed):
     """As one of `from_pretrained`: its samples are known, so it is given those of the ranks."""
     text = changed(by_hand, ("optimizer = ", "net.eval()\noptimizer = "))
@@ -83,6 +86,7 @@ def _without_digits(text: str) -> str:
     return re.sub(r"gradient of \S+ is|\[[\d, ]+\]|-?\d+\.\d+", "#", text)
 
 
+@pytest.mark.slow
 def test_clipping_before_the_average(compare, by_hand, changed):
     outcome = compare(changed(by_hand, (AVERAGE + CLIP, CLIP + AVERAGE)), code=1)
     assert outcome.json["mistakes"] == ["clipped-before-synchronization"]
@@ -90,6 +94,7 @@ def test_clipping_before_the_average(compare, by_hand, changed):
     assert re.search(r"returned the norms [\d.]+ on rank 0, [\d.]+ on rank 1", outcome.text)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_rank_0_alone_loads(compare, tutorial, changed):
     load = 'net.load_state_dict(torch.load("start.pt", map_location=device))\n'
     script = changed(
@@ -110,12 +115,14 @@ def test_a_batch_per_rank_as_large_as_the_global_one(compare, tutorial, changed)
     assert said in outcome.text
 
 
+@pytest.mark.slow
 def test_a_script_without_seeds(compare, by_hand, changed):
     outcome = compare(changed(by_hand, ("torch.manual_seed(0)\n", "torch.seed()\n")), "--steps=1", code=1, more=2)
     assert outcome.json["replayed"] and outcome.json["mistakes"] == ["different-initialization"]
     assert "replayed, because by itself the script is not comparable: not repeatable: run twice on one" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_script_that_goes_on_where_an_earlier_run_has_stopped(compare, by_hand, changed, tmp_path):
     load = 'if os.path.getsize("last.pt"): net.load_state_dict(torch.load("last.pt"))\n'
     script = changed(by_hand, ("optimizer = ", f"{load}optimizer = "))
@@ -175,6 +182,7 @@ def test_ranks_meet_where_the_script_has_an_address_of_its_own(compare, by_hand,
     assert outcome.text.count("the ranks met") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code", "mistakes", "said"),
     [

@@ -100,6 +100,7 @@ def test_the_command(tmp_path, monkeypatch, inputs, command):
     assert said.rstrip().endswith(" a b") == (inputs["paths"] == "a b")
 
 
+@pytest.mark.slow
 def test_the_hook_selects_gates(tmp_path):
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gate: runs before each commit\n")

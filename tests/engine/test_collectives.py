@@ -311,6 +311,7 @@ os._exit(0)  # as ranks end: a thread of torch that still runs may abort the pro
 """
 
 
+@pytest.mark.slow
 def test_compiled_code_is_left_alone(tmp_path):
     """In a process of its own: the simulated node has no collectives inside of one compiled graph."""
     done = subprocess.run([sys.executable, "-c", COMPILED, str(tmp_path / "store")], capture_output=True, check=False)

@@ -78,6 +78,7 @@ def test_threads_of_simulated_ranks_do_not_spin(ranks, monkeypatch):
     assert name not in LocalLauncher().keeper()[2]
 
 
+@pytest.mark.slow
 def test_a_failing_preload_is_told():
     pool = RankPool(LocalLauncher(["no_such_module"]), slots=1, simulate="cpu", timeout=30.0)
     try:

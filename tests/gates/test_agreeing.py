@@ -113,12 +113,14 @@ def test_options_that_change_nothing(ranks):
     assert_steps_agree(ranks, steps, axes=AXES, **FEW | ALONE)
 
 
+@pytest.mark.slow
 def test_options_that_the_step_uses_are_switched_off(ranks):
     steps = {"ddp": Configuration(stepping(torch.optim.AdamW, fused=True), 2)}
     axes = ["checkpointed", "fused", "bfloat16"]
     assert_steps_agree(ranks, steps, axes=axes, **FEW | ALONE | {"build": DroppedInBfloat16})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "build", "step", "match", "mistakes"),
     [

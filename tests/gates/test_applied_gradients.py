@@ -134,6 +134,7 @@ class Distributed(Step):
         return Owned(model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "reference"),
     [(variant(Step, returns=True), variant(Reference, returns=True)), (Closed, Reference), (Averaging, Reference)],
@@ -142,13 +143,18 @@ def test_what_torch_writes_into_gradients_does_not_count(ranks, step, reference)
     gate(passes, ranks, step, reference=reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [InStep, Distributed])
 def test_optimizers_of_the_user_may_write_into_gradients(ranks, step):
     gate(passes, ranks, step)
 
 
 @pytest.mark.parametrize(
-    ("step", "reference"), [(variant(Averaging, divided=False), Reference), (variant(InStep, times=2), None)]
+    ("step", "reference"),
+    [
+        pytest.param(variant(Averaging, divided=False), Reference, marks=pytest.mark.slow),
+        (variant(InStep, times=2), None),
+    ],
 )
 def test_gradients_that_are_reduced_wrongly_before_they_are_applied(ranks, step, reference):
     gate(refuted, ranks, step, match="gradient of weight", reference=reference)

@@ -318,6 +318,7 @@ def trains_alone(model, batch, rank):
     backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
 
 
+@pytest.mark.slow
 def test_gradients_of_own_backward_passes_are_blamed_only_if_combining_them_makes_the_step_right(ranks):
     trials = Trials(ranks, Program(trains_alone, mlp, regression), frozenset(KINDS), None, "trains_alone")
     failed = trials.run(Scenario(2, 4))

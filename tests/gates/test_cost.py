@@ -62,6 +62,7 @@ def _trials(
     return Trials(counted, Program(step, of, batch), frozenset(KINDS), tolerance, "step"), counted
 
 
+@pytest.mark.slow
 def test_right_steps_are_told_without_float64(ranks):
     for step in (right, Training):
         trials, counted = _trials(ranks, step)
@@ -104,6 +105,7 @@ def test_what_a_second_run_leaves_is_judged_by_what_is_measured_in_full(ranks):
     assert "a second run gives other values, rank" in failed.relations.details[Result("grads", "0.bias")]
 
 
+@pytest.mark.slow
 def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
     trials, counted = _trials(ranks, tutorial)
     failed = trials.run(Scenario(2, 5))
@@ -200,6 +202,7 @@ def _large() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, _WIDE), nn.Tanh(), nn.Linear(_WIDE, 3))
 
 
+@pytest.mark.slow
 def test_ranks_do_a_large_step_once_whatever_has_to_be_measured(ranks):
     """If all ranks have the same, one of them sends it."""
     trials, narrow = _trials(ranks, kind=Narrow, of=_large)
@@ -290,6 +293,7 @@ COSTS: dict[str, tuple[Any, Any, Any, Sequence[int], bool | None, dict[str, int]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COSTS)
 def test_each_case_is_measured_no_more_than_it_needs(ranks, name):
     step, kind, model, samples, wrong, ran = COSTS[name]

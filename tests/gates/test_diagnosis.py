@@ -60,6 +60,7 @@ def test_its_twin_is_right(ranks, name):
     assert trials.completed[2, ()] == 1
 
 
+@pytest.mark.slow
 def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
     step = functools.partial(diagnosed_by_batch.numbers_positions_anew, wrong=True)
     of: dict[str, Any] = {"build": diagnosed_by_batch.Positions, "batch": diagnosed_by_batch.sequences}

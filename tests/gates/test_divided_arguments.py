@@ -116,6 +116,7 @@ def test_what_was_not_compared_is_no_pass(ranks):
     assert (str(again), again.names) == (report, caught.value.names)
 
 
+@pytest.mark.slow
 def test_what_need_not_be_compared(ranks):
     assert_step_scales(ranks, InDouble, unjudged={"words.*": "kept in float64", "*.weight": "all of them"}, **WORDS)
 
@@ -239,6 +240,7 @@ class Halved(divided.Megatron):
             self.model.down.weight = nn.Parameter(self.model.down.weight.detach()[:, rows])
 
 
+@pytest.mark.slow
 def test_a_gap_is_told(ranks):
     details = failed(ranks, TP[0], Halved, divided.Mlp, divided.rows).details
     assert "no rank holds dim 0: 8 to 15 of 16" in details.values()

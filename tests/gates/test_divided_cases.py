@@ -158,7 +158,11 @@ class OtherOrderOnSomeRanks(ShardedCopy):
 
 
 @pytest.mark.parametrize(
-    ("step", "mesh"), [(StagesOfSlices, {"pp": 2, "tp": 2}), (FlatBiases, {}), (FlatSlices, {}), (FlatCopy, {})]
+    ("step", "mesh"),
+    [
+        (StagesOfSlices, {"pp": 2, "tp": 2}),
+        *(pytest.param(step, {}, marks=pytest.mark.slow) for step in (FlatBiases, FlatSlices, FlatCopy)),
+    ],
 )
 def test_it_passes_and_its_twin_is_refuted(ranks: Any, step: Any, mesh: dict[str, int]) -> None:
     size = 4 if mesh else 2
@@ -167,6 +171,7 @@ def test_it_passes_and_its_twin_is_refuted(ranks: Any, step: Any, mesh: dict[str
     assert failed is not None and failed.error is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [ShardedCopy, OtherOrderOnSomeRanks])
 def test_a_copy_that_a_library_divides_passes(ranks: Any, step: Any) -> None:
     assert failure(ranks, Program(step, build, rows), 2, 4, steps=2) is None

@@ -88,6 +88,7 @@ def test_a_captured_step_passes(ranks, as_view):
     assert_step_scales(ranks, variant(Captured, as_view=as_view), reference=eager, **FEW)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_copy_its_input_is_refuted(ranks):
     with pytest.raises(ScalingMismatch, match="samples-missed") as caught:
         assert_step_scales(ranks, variant(Captured, copies=False), reference=eager, **FEW)

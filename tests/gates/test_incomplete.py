@@ -41,6 +41,7 @@ fuzzed = settings(
 )
 
 
+@pytest.mark.slow
 @settings(fuzzed, max_examples=20)
 @given(evidence.tensors())
 def test_any_tensors_and_calls_are_judged_by_all_rules(tensors):

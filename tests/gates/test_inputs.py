@@ -21,6 +21,7 @@ ONE_SIZE: dict[str, Any] = {"sizes": 4, "max_examples": 1}
 """For mistakes that no size brings up: one case of each kind of input."""
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_divide(ranks):
     text = refuted(ranks, tutorial, "mean-of-means", match="world size 2, samples 3, steps 1")
     assert "every 2nd sample: 2, 1" in text, text
@@ -66,6 +67,7 @@ class Forgetful(Training):
         return {}
 
 
+@pytest.mark.slow
 def test_several_steps(ranks):
     report = refuted(ranks, Forgetful, "stale-gradients", match="in optimizer step 2 on rank 0", **ONE_SIZE)
     assert "steps 2" in report
@@ -93,6 +95,7 @@ def of_tokens(model, batch, rank, counted):
     (loss / count).backward()
 
 
+@pytest.mark.slow
 def test_uneven_padding(ranks):
     options: dict[str, Any] = {"build": embedding, "batch": tokens, **ONE_SIZE}
     uncounted = functools.partial(of_tokens, counted=False)

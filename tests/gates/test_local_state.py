@@ -125,6 +125,7 @@ CASES = {
 SEVERAL_STEPS = Scenario(2, 8, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_state_of_its_own_need_not_agree(ranks, name):
     step, reference = CASES[name]
@@ -132,7 +133,9 @@ def test_state_of_its_own_need_not_agree(ranks, name):
     assert failures(ranks, program, Scenario(2, 8), SEVERAL_STEPS) == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name == "diloco" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_the_model_that_ranks_share_must(ranks, name):
     step, reference = CASES[name]
     assert failures(ranks, Program(variant(step, wrong="sum"), build, regression, reference), SEVERAL_STEPS) != []

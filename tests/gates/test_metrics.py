@@ -42,6 +42,7 @@ def test_nothing_returned(ranks):
         metric_passes(ranks, lambda model, batch, rank: None, sizes=[2], max_examples=1)
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_by_chance_are_no_group(ranks):
     def metric(model, batch, rank):
         return {"positive": (mine(batch, rank)[0][:, 2].max() > 0).float()}

@@ -71,7 +71,11 @@ class Autocast(Plain):
             return model(x)
 
 
-STEPS = [Plain, variant(Plain, dtype=torch.float16), Masters, Autocast]
+STEPS = [
+    *(pytest.param(step, marks=pytest.mark.slow) for step in (Plain, variant(Plain, dtype=torch.float16))),
+    Masters,
+    Autocast,
+]
 
 
 def built(step):

@@ -41,6 +41,7 @@ def unsynchronized(model, batch, rank):
     summed(model.to(rank.device), batch, rank).backward()
 
 
+@pytest.mark.slow
 def test_large_results_do_not_stand_for_gradients(ranks):
     def step(model, batch, rank):
         unsynchronized(model, batch, rank)
@@ -81,6 +82,7 @@ class Turn(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex64))
 
 
+@pytest.mark.slow
 def test_complex_numbers(ranks):
     def step(model, batch, rank, factor=1.0):
         loss = (mine(batch, rank)[0].cpu() * model.weight).abs().square().sum() / len(batch[0])
@@ -140,6 +142,7 @@ class Result:
     pair: tuple[Any, ...]
 
 
+@pytest.mark.slow
 def test_numbers_of_other_kinds(ranks):
     def step(model, batch, rank, off=0):
         total = float(batch[0].sum())
@@ -158,6 +161,7 @@ class Named:
     names: list[str]
 
 
+@pytest.mark.slow
 def test_batches_of_other_kinds(ranks):
     def step(model, batch, rank, split=True):
         x = batch.x[rank.index :: rank.size] if split else batch.x

@@ -83,6 +83,7 @@ def test_a_flipped_bit_of_the_largest_element_is_caught(ranks, gate, name):
     assert rows["largest"][1] >= 3, rows
 
 
+@pytest.mark.slow
 @pytest.mark.gpus(4)
 def test_the_lowest_bit_is_not_told_from_rounding(ranks, gate, monkeypatch):
     monkeypatch.setattr(gate, "Flip", functools.partial(gate.Flip, bit=0))

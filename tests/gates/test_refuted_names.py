@@ -63,6 +63,7 @@ def waits_by(how: str, model, batch, rank):
         torch.rand(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["unseeded", *(pytest.param(how, marks=pytest.mark.slow) for how in ("future", "device", "poll"))]
 )
@@ -79,6 +80,7 @@ def overflows(model, batch, rank):
         parameter.grad /= rank.size if rank.size == 1 else 0
 
 
+@pytest.mark.slow
 def test_a_result_that_is_not_finite_is_no_evidence_of_a_missing_wait(ranks):
     assert "not-waited" not in report(ranks, overflows).mistakes
 
@@ -142,6 +144,7 @@ def drops_alike(model, batch, rank):
             parameter.grad *= 1 + 0.1 * torch.linspace(0.5, 1, parameter.numel(), device=rank.device).view_as(parameter)
 
 
+@pytest.mark.slow
 def test_random_numbers_that_no_result_depends_on_are_not_blamed(ranks):
     found = report(ranks, DrawsBeside, world_sizes=None, meshes=[{"dp": 1, "cp": 2}])
     assert found.mistakes == ("gradients-not-synchronized",), str(found)
@@ -150,6 +153,7 @@ def test_random_numbers_that_no_result_depends_on_are_not_blamed(ranks):
     assert failures(ranks, Program(step, mlp, regression), Scenario(2, 4)) == []
 
 
+@pytest.mark.slow
 def test_random_numbers_that_are_those_of_one_device_are_not_blamed(ranks):
     assert "random-numbers-per-rank" not in report(ranks, drops_alike).mistakes
 
@@ -232,6 +236,7 @@ def steps_by_sgd(model, batch):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.slow
 def test_an_update_by_hand_is_no_step_that_is_left_out(ranks):
     found = report(ranks, steps_by_hand, reference=steps_by_sgd)
     assert "decision-per-rank" not in found.mistakes, str(found)
@@ -246,6 +251,7 @@ def skips_all(model, batch, rank):
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_steps_that_are_left_out_are_named_if_they_explain_the_parameters(ranks):
     found = report(ranks, skips_all)
     assert found.mistakes[0] == "decision-per-rank", str(found)
@@ -262,6 +268,7 @@ def doubles(model, batch, rank):
         parameter.grad *= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "named"), [(doubles, False), (functools.partial(waits_by, "wait"), True)])
 def test_a_factor_that_one_rank_has_too_is_not_the_world_size(ranks, step, named):
     found = report(ranks, step, reference=backward)
@@ -293,6 +300,7 @@ def shares(model, batch, rank, blocks):
     return {"share": share / rank.size}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "parts"), [(False, "every 2nd sample"), (True, "blocks of samples")])
 def test_a_metric_of_three_samples_is_explained_in_other_cases_too(ranks, blocks, parts):
     step = functools.partial(shares, blocks=blocks)

@@ -30,6 +30,7 @@ def test_momentum(ranks):
     assert "smallest case: world size 2, steps 3 + 3" in text
 
 
+@pytest.mark.slow
 def test_schedule_and_model(ranks):
     text = refuted(
         ranks,
@@ -94,6 +95,7 @@ def test_random_numbers(ranks):
     assert "right after loading, on no rank as saved: random numbers of torch" in text
 
 
+@pytest.mark.slow
 def test_random_numbers_of_rank_0_on_all(ranks):
     text = refuted(ranks, training(dropout=0.5, per_rank_rng=False), "state-not-restored", match="does not continue")
     assert "on rank 1: what rank 0 had; each rank must save and load its own" in text
@@ -144,11 +146,13 @@ def test_the_epoch_of_a_sampler(ranks):
     assert "random numbers" not in text.partition("see:")[0]
 
 
+@pytest.mark.slow
 def test_what_is_not_returned(ranks):
     text = refuted(ranks, training("optimizer", returned=["model"]), "state-not-restored", match="model.0.weight")
     assert "what train does not return (the optimizer, the schedule, the position in the data) was not restored" in text
 
 
+@pytest.mark.slow
 def test_loaded_on_rank_0(ranks):
     # DistributedDataParallel hands the parameters of rank 0 to the others, but not its optimizer.
     text = refuted(
@@ -164,6 +168,7 @@ def test_loaded_on_rank_0(ranks):
     assert "model.0.weight" in text.partition("seen: ")[2]
 
 
+@pytest.mark.slow
 def test_where_a_call_of_no_steps_fails(ranks):
     inner = training("optimizer")
 

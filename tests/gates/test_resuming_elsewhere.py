@@ -94,6 +94,7 @@ def test_shards_by_hand_that_are_divided_wrongly(
     assert seen in report
 
 
+@pytest.mark.slow
 def test_shards_by_hand_pass_on_any_number_of_ranks(ranks: RanksFixture) -> None:
     assert_resume_continues(ranks, by_hand(), save_on=[1, 3], load_on=[1, 2, {"dp": 4}])
 

@@ -48,6 +48,7 @@ def adam(*forgotten):
 AT_FOUR: Any = {"steps": 3, "world_sizes": [4]}
 
 
+@pytest.mark.slow
 def test_another_order_of_sums(ranks):
     assert_resume_continues(ranks, adam(), **AT_FOUR)
     with pytest.raises(ScalingMismatch, match="does not continue"):

@@ -42,6 +42,7 @@ def test_one_process_for_all_devices(ranks):
     passes(ranks, step, single_process=True, max_examples=1)
 
 
+@pytest.mark.slow
 def test_a_reference_that_goes_shard_by_shard(ranks):
     def normalized():
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -55,6 +56,7 @@ def test_a_reference_that_goes_shard_by_shard(ranks):
     refuted(ranks, tutorial, "batch-statistics-per-rank", build=normalized, sizes=[8], observe=("grads",))
 
 
+@pytest.mark.slow
 def test_code_that_cannot_be_alone_has_a_reference(ranks):
     def step(model, batch, rank):
         if rank.size == 1:
@@ -84,6 +86,7 @@ def test_shards_of_parameters_are_judged_by_what_is_returned(ranks):
 # Each relation is a column of the report: one device, agree, finite, repeats, same at 2 and 4, any order.
 
 
+@pytest.mark.slow
 def test_one_device(ranks):
     def step(model, batch, rank):
         net = DDP(model.to(rank.device))
@@ -94,6 +97,7 @@ def test_one_device(ranks):
     assert row(text, "gradient of 0.weight")[3:8] == ["NO", "yes", "yes", "yes", "NO"], text
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_finite_values_that_repeat(ranks):
     def step(model, batch, rank):
         right(model, batch, rank)
@@ -109,6 +113,7 @@ def test_ranks_agree_on_finite_values_that_repeat(ranks):
     assert row(text, "returned noise")[2:6] == ["NO", "yes", "-", "NO"], text
 
 
+@pytest.mark.slow
 def test_any_order(ranks):
     assert row(refuted(ranks, tutorial, sizes=[3], max_examples=1), "gradient of 0.bias")[7] == "NO"
 
@@ -207,6 +212,7 @@ def rounded_at_random(by):
     return step
 
 
+@pytest.mark.slow
 def test_sums_in_no_fixed_order_are_right_and_more_than_rounding_is_not(ranks):
     program = Program(rounded_at_random(2 * 2.0**-24), build, batch)
     assert failures(ranks, program, Scenario(2, 5), Scenario(2, 4, change="scaled")) == []

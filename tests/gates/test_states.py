@@ -53,6 +53,7 @@ class Color(enum.Enum):
     RED = 1
 
 
+@pytest.mark.slow
 def test_what_needs_no_taking_apart(ranks):
     def train(rank, directory, start, stop):
         return {

@@ -163,6 +163,7 @@ class Mixture(Step):
         return fully_shard(model)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call_all", [False, True])
 def test_a_gradient_of_which_a_rank_has_no_part_is_named(ranks, call_all):
     """Each rank calls one expert, and not all the same: as many gathers of the same sizes, which pair wrongly."""

@@ -6,9 +6,12 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+@pytest.mark.slow
 def test_gates(run, pytester, monkeypatch):
     package = pytester.mkdir("elsewhere").joinpath("numpy")
     package.mkdir()

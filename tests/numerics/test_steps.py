@@ -158,6 +158,7 @@ def test_full_precision_is_put_back() -> None:
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
 
 
+@pytest.mark.slow
 def test_resnet18_is_within_the_tolerance() -> None:
     training = TrainingSpec("resnet18", 6, width=4, seed=0)
     inputs = _inputs(training)

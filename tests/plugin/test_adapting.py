@@ -207,6 +207,7 @@ def test_outcomes_and_reports(pytester, run):
     assert "mgpu-check: 17 tests of torch's harnesses ran on forked ranks\n" in text
 
 
+@pytest.mark.slow
 def test_marked_classes_only_and_on_workers(pytester, run):
     pytester.makepyfile(expecttest=EXPECTTEST, test_it=BASE, test_ours=OURS)
     result = run("-n1", "test_ours.py")

@@ -33,6 +33,7 @@ def test_the_modules_are_those_of_the_properties_that_run():
     assert used_by_ranks([check("sharded/test_sharded.py", package="their.suite")]) == []
 
 
+@pytest.mark.slow
 def test_the_modules_come_without_hypothesis():
     modules = used_by_ranks([check(str(path.relative_to(SUITE))) for path in SUITE.glob("*/test_*.py")])
     assert first_to_import("hypothesis", *modules, *FAULTS) == ""

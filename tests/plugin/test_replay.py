@@ -259,6 +259,7 @@ def test_an_example_for_several_tests_under_xdist(run, pytester):
     result.stdout.fnmatch_lines(["*it is the example of one test, but 2 are selected; give one node id"])
 
 
+@pytest.mark.slow
 def test_a_check_of_the_packaged_suite_is_repeated_by_the_command(pytester, warm, monkeypatch):
     """A planted fault makes one fail: called as `mgpu-check`, and as plain pytest with other ini files about."""
     pytester.path.joinpath("plant.py").write_text(

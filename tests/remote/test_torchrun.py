@@ -224,6 +224,7 @@ def test_a_killed_agent_is_named_and_replaced(torchrun: Torchrun):
     assert run.codes == [1, 1]
 
 
+@pytest.mark.slow
 def test_an_agent_that_nothing_replaces_ends_the_run(torchrun: Torchrun):
     run = torchrun(LOST, ranks=2).wait()
     assert run.verdicts == {"test_agent_is_killed": "failed"}, run.output

@@ -11,6 +11,7 @@ from mgpu_check.simulated.node import uuid_of, visible
 from tests.masking import CASES, VARIABLE, answers
 
 
+@pytest.mark.slow
 def test_when_the_variable_counts(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert answers(lambda: simulated_node(4)) == CASES

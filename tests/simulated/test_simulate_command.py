@@ -271,6 +271,7 @@ def test_a_program_that_cannot_be_run(tmp_path):
     assert "train.sh cannot be run: No such file or directory" in done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     script(
         tmp_path,
