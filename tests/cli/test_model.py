@@ -24,7 +24,7 @@ def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(tmp_path
     options = ("--ways=ddp,tp-layers,hsdp", "--report=model.json", "--golden=golden.json", "-k", "not options")
     done = model(f"{NETS}:Tied", "--gpus=2", "--simulate", *options, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "Tied, 272 parameters, on 2 SIMULATED GPUs\n  batch: tokens [n, 8] of integers below 16" in done.stdout
+    assert "Tied, 273 parameters, on 2 SIMULATED GPUs\n  batch: tokens [n, 8] of integers below 16" in done.stdout
     assert "trains as on one device under ddp; differs under tp-layers" in done.stdout
     assert f" model {NETS}:Tied --gpus=2 --simulate" in done.stdout
     changed = [line for line in done.stdout.splitlines() if line.startswith("since golden.json: CHANGED: ")]

@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.tokens = nn.Embedding(16, 8)
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.head = nn.Linear(8, 16, bias=False)
-        self.dropout = nn.Dropout(0.5)
+        self.dropout, self.scale = nn.Dropout(0.5), nn.Parameter(torch.ones(1))
         if self.tied:
             self.head.weight = self.tokens.weight
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
         x = self.dropout(self.tokens(tokens))
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) * self.scale
 
 
 class Tied(Net):

@@ -232,6 +232,10 @@ class Holdings:
         initial = self._firsts.get(id(tensor))
         if in_model is None or initial is None or id(tensor) not in self._in_modules or hasattr(in_model, "to_local"):
             return False
+        if hasattr(
+            tensor, "to_local"
+        ):  # a slice that is the whole: the root of `fully_shard` stays gathered in between
+            return False
         return not torch.equal(initial, copied(in_model))
 
     def _beside(self, stepped: set[str], holding: Held) -> Held:
