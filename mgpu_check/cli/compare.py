@@ -179,8 +179,8 @@ def read_space(path: Path) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--space={path}: {error}") from None
     space, refused = table.pop("space", None), table.pop("refused", [])
-    usable = isinstance(space, dict) and bool(space) and not table
-    usable = usable and all(isinstance(values, list) and len(values) > 1 for values in space.values())
+    lists = [*space.values()] if isinstance(space, dict) and not table else []
+    usable = lists and all(isinstance(values, list) and len(values) > 1 for values in lists)
     if not usable or not all(isinstance(rule, dict) and rule and rule.keys() <= space.keys() for rule in refused):
         raise ValueError(
             f"--space={path} is no space of options; give a table [space] of options and their values, the simplest "
@@ -225,8 +225,7 @@ def _of_space(
 ) -> int:
     def recording(setting: Mapping[str, Any], rounding: bool) -> RunRecording:
         words = _words({**simplest, **setting})
-        made = ScriptComparison(_with(plan, "--space", words))
-        return RunRecording(words or "no arguments", made, rounding=rounding)
+        return RunRecording(words or "no arguments", ScriptComparison(_with(plan, "--space", words)), rounding=rounding)
 
     reference = recording({}, rounding=True)
     try:
@@ -262,11 +261,11 @@ def _of_space(
             failing.append(fewest_options(dict(setting), fails))
     for fewest in failing:
         print(f"\n{_words(fewest)}: {verdict_on(fewest).report}")
-    counts = Counter(verdict.kind for verdict in verdicts.values())
-    summary = [f"{count} {kind}" for kind, count in counts.items()]
-    summary += [f"{len(untried)} not tried, because they have options that differ"] if untried else []
-    print(f"\n{plan.shown}: {', '.join(summary)}; differs with: {'; '.join(map(_words, failing)) or 'nothing'}")
-    code = WRONG if failing else RIGHT if counts.keys() == {"equal"} else UNDECIDED
+    counts = Counter[str](verdict.kind for verdict in verdicts.values())
+    counts["not tried, because they have options that differ"] += len(untried)
+    summary = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    print(f"\n{plan.shown}: {summary}; differs with: {'; '.join(map(_words, failing)) or 'nothing'}")
+    code = WRONG if failing else RIGHT if counts["equal"] == counts.total() else UNDECIDED
     if options.json:
         table: dict[str, Any] = {"format": "mgpu-check space", "script": plan.shown, "simplest": reference.name}
         table["runs"] = [{"arguments": words, "verdict": own.kind, "headline": own.report.headline}

@@ -243,11 +243,10 @@ class PipelineStep(Step):
         return loss
 
 
-_SEND_NOTHING = ("wait_tensor", "recv_", "recv_any_source_", "barrier")
-
-
 class _Traffic(TorchDispatchMode):
     """Adds up the bytes of collectives, also of those that torch calls in C++, such as the reducer of DDP."""
+
+    SEND_NOTHING = ("wait_tensor", "recv_", "recv_any_source_", "barrier")
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +254,7 @@ class _Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in _SEND_NOTHING:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in self.SEND_NOTHING:
             leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
             self.sent += max((leaf.numel() * leaf.element_size() for leaf in leaves), default=0)
         return result
