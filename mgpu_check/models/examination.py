@@ -133,13 +133,12 @@ class Examination:
         result.devices = scenarios[0].world_size
         try:
             for scenario in scenarios:
-                with contextlib.suppress(RankFailure):  # `run` makes a failure of it
-                    trials.expected(scenario, effort=Effort.PROVISIONAL)
-        except RankHang as error:  # a slow machine; ranks are not to blame
-            result.status, result.reason = "not compared", f"on one device, {first_line(error)}"
-            return error
-        try:
-            for scenario in scenarios:
+                try:
+                    with contextlib.suppress(RankFailure):  # `run` makes a failure of it
+                        trials.expected(scenario, effort=Effort.PROVISIONAL)
+                except RankHang as error:  # a slow machine; ranks are not to blame
+                    result.status, result.reason = "not compared", f"on one device, {first_line(error)}"
+                    return error
                 failed = trials.run(scenario)
                 if failed is not None and setting:
                     # The tolerance was measured without the options that must not change a result.

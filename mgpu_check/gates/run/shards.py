@@ -230,11 +230,10 @@ class Holdings:
         """Return whether a copy of the model is trained beside it, as in local SGD, and its own tensor changes."""
         # Master weights are used in no module. A copy that is trained in place of the model leaves the model as it was.
         initial = self._firsts.get(id(tensor))
-        if in_model is None or initial is None or id(tensor) not in self._in_modules or hasattr(in_model, "to_local"):
+        if in_model is None or initial is None or id(tensor) not in self._in_modules:
             return False
-        if hasattr(
-            tensor, "to_local"
-        ):  # a slice that is the whole: the root of `fully_shard` stays gathered in between
+        # The root of `fully_shard` stays gathered between steps, beside slices that may be the whole.
+        if hasattr(in_model, "to_local") or hasattr(tensor, "to_local"):
             return False
         return not torch.equal(initial, copied(in_model))
 
