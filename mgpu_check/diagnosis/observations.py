@@ -130,7 +130,6 @@ class ObservedRun:
     placements: dict[Result, str] = field(default_factory=dict)
     # Assembled result -> the elements that no rank holds, in words.
     gaps: dict[Result, str] = field(default_factory=dict)
-    switched: int = 0  # how often the switch of the program had an effect
     rewritten: bool = False  # an optimizer that is not torch's own has written into gradients
     # Result of a tensor that is not part of the model -> how it was trained.
     outside: dict[Result, Outside] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The gate for configurations: implementations of a step agree with each other, and with options on and off.
+"""The gate for configurations: implementations of a step agree with each other.
 
 A configuration is compared with one device, or, without one device, with another configuration on its ranks.
 """
@@ -9,14 +9,14 @@ import abc
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
 
 from mgpu_check.diagnosis.observations import KINDS, PARITY, Expected, ObservedRun, RankTrace, Relations, Result
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.errors import NotCompared, RankFailure, RankHang, ScalingMismatch
+from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.comparison.coverage import check_unjudged
 from mgpu_check.gates.comparison.relations import relations_of
 from mgpu_check.gates.explanation.failure_report import Failure, report_of
@@ -25,20 +25,16 @@ from mgpu_check.gates.gate_arguments import Program, RanksFixture, check_argumen
 from mgpu_check.gates.run.measurement import ROUNDOFF, Variation, alike, rounding_seen, run_varied, wide
 from mgpu_check.gates.run.states import explained_by_rounding
 from mgpu_check.gates.run.step_runs import run_traced
-from mgpu_check.gates.run.switches import AXES, Switch
 from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Family, Sizes, families, smallest_failure
 from mgpu_check.gates.search.scenarios import Place, Scenario, check_places
 from mgpu_check.gates.search.trials import Effort, Tolerance, Trial, Trials, key_of, try_seeds
 from mgpu_check.numerics.placement import Placement
-from mgpu_check.numerics.reduction import unit_roundoff
-from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with, with_roundings
+from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with
 from mgpu_check.processes.rank_lists import few
 
 _GATE = "assert_steps_agree"
 _EXAMPLES = 12
-_SWITCHED_EXAMPLES = 2
 _MOST_SHRINKS = 16  # fewer than for one step, because each case runs all configurations
-_SWITCHED_SHRINKS = 6  # torch.compile takes seconds for a case
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,6 @@ def assert_steps_agree(
     batch: Callable[[int], Any] | st.SearchStrategy[Any],
     reference: Callable[..., Any] | None = None,
     one_device: bool = True,
-    axes: Iterable[str] = (),
     sizes: Sizes = None,
     observe: Collection[str] = KINDS,
     tolerance: float | Mapping[str, float] | None = None,
@@ -85,27 +80,14 @@ def assert_steps_agree(
     differ are reported as a pair. Among three or more, those that differ from a majority are named. Then the tolerance
     is measured on the ranks: the step runs again, with random rounding errors in every operator.
 
-    Each of `axes` is an option of training. The step of each configuration runs with this option on and off, on the
-    same ranks, and must give the same results:
-
-    - "compiled": with ``torch.compile(backend="aot_eager")``, up to rounding.
-    - "checkpointed": with activation checkpointing of each block, bit for bit if a second run of the step repeats the
-      first and no sum has more than two terms from ranks; up to rounding otherwise.
-    - "bfloat16": under autocast, up to 8 roundings to bfloat16.
-    - "fused", "foreach": with such optimizers of torch, up to rounding.
-
-    If the step uses the option itself, it runs without it for the comparison.
-
     Args:
         ranks: the fixture.
-        steps: the configurations by name, each a `Configuration`, or a step that runs on all ranks. One is enough if
-            there are `axes`.
+        steps: two or more configurations by name, each a `Configuration`, or a step that runs on all ranks.
         build: ``build() -> nn.Module``, as in `assert_step_scales`; the same for all configurations.
         batch: ``batch(n)``, or a Hypothesis strategy of global batches, as in `assert_step_scales`.
         reference: ``reference(model, batch)`` computes the step on one device. Default: each configuration at world
             size 1; then they must also agree there.
         one_device: whether configurations are compared with one device. Give False if they do not run on one.
-        axes: some of "compiled", "checkpointed", "bfloat16", "fused" and "foreach".
         sizes: batch sizes, as in `assert_step_scales`, where the world size is a multiple of those of all
             configurations. Default: "divisible".
         observe: the kinds to compare, as in `assert_step_scales`.
@@ -113,20 +95,15 @@ def assert_steps_agree(
         max_examples: approximate number of cases to try; default 12.
 
     Raises:
-        NotCompared: no error was found, but a trained parameter was not compared, or an axis has no effect.
+        NotCompared: no error was found, but a trained parameter was not compared.
         ScalingMismatch: configurations differ. The message names them, and the first result that differs.
         RankHang: ranks did not return in time.
         ValueError: an argument is wrong, or the steps cannot be compared, as in `assert_step_scales`.
     """
     configurations = _checked(steps)
-    switches = list(dict.fromkeys([axes] if isinstance(axes, str) or not isinstance(axes, Iterable) else axes))
-    unknown = switches if isinstance(axes, str) else [axis for axis in switches if axis not in AXES]
-    if unknown:
-        shown = axes if isinstance(axes, str) else unknown
-        raise ValueError(f"{_GATE}: axes has {shown!r}; give a list of {', '.join(map(repr, AXES))}")
-    if len(configurations) < 2 and not switches:
+    if len(configurations) < 2:
         (only,) = configurations
-        raise ValueError(f"{_GATE}: steps has one configuration, {only!r}; give another one, or axes")
+        raise ValueError(f"{_GATE}: steps has one configuration, {only!r}; give another one")
     if type(one_device) is not bool:
         raise ValueError(f"{_GATE}: one_device={one_device!r}; give True or False")
     if reference is not None and not one_device:
@@ -150,22 +127,13 @@ def assert_steps_agree(
     worlds: list[Place] = [(math.lcm(*(size for size, _ in places.values())), ())]
     sizes = "divisible" if sizes is None and drawn is None else sizes
     kinds = frozenset(observe)
-    if one_device or len(programs) > 1:
-        how = OnOneDevice if one_device else WithoutOneDevice
-        agreement: Agreement = how(ranks, programs, places, kinds, tolerance)
-        _search(agreement, families(worlds, sizes, drawn, max_examples or _EXAMPLES))
-        for trials in agreement.comparisons:
-            trials.finish([places[trials.name]], reasons[trials.name])
-            if one_device:
-                try_seeds(trials)
-    of_one_step, *others = families(worlds, sizes, drawn, 1)
-    of_several = next(candidate for candidate in others if candidate.name == SEVERAL_STEPS)
-    for name in configurations if switches else ():
-        on_switch = OnSwitch(ranks, {name: programs[name]}, places, kinds, tolerance)
-        for axis in switches:
-            # After a step, errors of bfloat16 hide others.
-            family = of_one_step if axis == "bfloat16" else of_several
-            _try_axis(on_switch, axis, replace(family, examples=_SWITCHED_EXAMPLES), reasons[name])
+    how = OnOneDevice if one_device else WithoutOneDevice
+    agreement: Agreement = how(ranks, programs, places, kinds, tolerance)
+    _search(agreement, families(worlds, sizes, drawn, max_examples or _EXAMPLES))
+    for trials in agreement.comparisons:
+        trials.finish([places[trials.name]], reasons[trials.name])
+        if one_device:
+            try_seeds(trials)
 
 
 def _checked(steps: Mapping[str, Configuration | Callable[..., Any]]) -> dict[str, Configuration]:
@@ -180,20 +148,12 @@ def _checked(steps: Mapping[str, Configuration | Callable[..., Any]]) -> dict[st
     return configurations
 
 
-def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[str, str]) -> None:
-    agreement.switch(Switch(axis))
-    _search(agreement, [replace(family, examples=1)])
-    agreement.switch(Switch(axis, on=not agreement.switched.effects))
-    _search(agreement, [family], _SWITCHED_SHRINKS)
-    agreement.finish(reasons)
-
-
-def _search(agreement: Agreement, families: Iterable[Family], most_shrinks: int = _MOST_SHRINKS) -> None:
+def _search(agreement: Agreement, families: Iterable[Family]) -> None:
     for family in families:
         if family.name == SEVERAL_STEPS and not agreement.trains:
             continue
         try:
-            disagreement = smallest_failure(agreement, family.scenarios, family.examples, most_shrinks)
+            disagreement = smallest_failure(agreement, family.scenarios, family.examples, _MOST_SHRINKS)
         except RankHang as hang:
             raise hang_of(agreement.current, hang, f"{agreement.current.name} does not return") from None
         if disagreement is not None:
@@ -231,10 +191,7 @@ def _findings(disagreement: Disagreement, trials: Trials, failure: Failure) -> l
     if trials.one_device:
         return list(failure.findings)
     findings = [
-        replace(finding, evidence=finding.evidence.replace(PARITY, trials.against))
-        for finding in failure.findings
-        # With a switch, both runs are on the same ranks, from the same seeds.
-        if not trials.of_switch or finding.mistake != "random-numbers-per-rank"
+        replace(finding, evidence=finding.evidence.replace(PARITY, trials.against)) for finding in failure.findings
     ]
     if disagreement.control:
         return findings
@@ -242,11 +199,7 @@ def _findings(disagreement: Disagreement, trials: Trials, failure: Failure) -> l
     return [replace(finding, evidence=f"{condition}: {finding.evidence}") for finding in findings[:1]]
 
 
-# How far two configurations may differ: not at all, by rounding, or also by rounding to bfloat16.
-Allowance = Literal["bits", "rounding", "bfloat16"]
-
 _KEPT = 64  # most runs that are kept for further comparisons
-_PAIR = 2  # most ranks whose sum is the same in any order
 
 _Values = Mapping[Result, torch.Tensor]
 _T = TypeVar("_T")
@@ -286,26 +239,20 @@ class OnRanks:
 
         return _kept(self._runs, (key_of(case), how, number), run)
 
-    def repeats(self, scenario: Scenario) -> bool:
-        """Return whether a second run gives the same bits, and would in any order of the ranks' sums."""
-        if max([size for _, size in self.world[1]] or [self.world[0]]) > _PAIR:
-            return False
-        return _same_bits(*(self.run(scenario, number=number) for number in range(2)))
+    def expected(self, scenario: Scenario, deep: bool, effort: Effort) -> Expected:
+        """Return the results that another configuration must give."""
+        key = (key_of(self.case(scenario)), deep, effort)
+        return _kept(self._measured, key, lambda: self._measure(scenario, deep, effort))
 
-    def expected(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float = 0.0) -> Expected:
-        """Return the results that another configuration must give; `roundoff`: of a narrow dtype that it may use."""
-        key = (key_of(self.case(scenario)), deep, effort, roundoff)
-        return _kept(self._measured, key, lambda: self._measure(scenario, deep, effort, roundoff))
-
-    def _measure(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float) -> Expected:
+    def _measure(self, scenario: Scenario, deep: bool, effort: Effort) -> Expected:
         runs = self.run(scenario)
         expected = Expected(runs[0], None, provisional=effort is not Effort.IN_FULL)
         single = _finite(runs[0].values)
         # Rounding in float32 rarely decides the sign of a gradient, so the first measurement does without.
-        nudged = (bool(roundoff) or effort is not Effort.PROVISIONAL) and any(run.nonlinear for run in runs)
+        nudged = effort is not Effort.PROVISIONAL and any(run.nonlinear for run in runs)
         spread = deviations(sum(value.numel() for value in single.values()))
         try:
-            moved = self._perturbed(scenario, spread, PAIRS if effort is Effort.IN_FULL else 1, nudged, roundoff)
+            moved = self._perturbed(scenario, spread, PAIRS if effort is Effort.IN_FULL else 1, nudged)
             granted = granted_at_least(single, [_finite(run.values) for run in moved], ROUNDOFF, spread)
             exact: _Values = single
             if effort is not Effort.PROVISIONAL:
@@ -323,19 +270,15 @@ class OnRanks:
             self.trials.ranks._remark(f"{self.trials.program.gate}: {self.trials.name}: {remark}")
         values = wide(runs[0].values).items()
         expected.exact = {name: torch.where(value.isfinite(), exact[name], value) for name, value in values}
-        if roundoff:
-            granted = {name: with_roundings(value, exact[name], roundoff) for name, value in granted.items()}
         expected.tolerance = granted
         if deep:
-            self._take_steps(scenario, expected, spread, roundoff)
+            self._take_steps(scenario, expected, spread)
         return expected
 
-    def _perturbed(
-        self, scenario: Scenario, spread: float, pairs: int, nudged: bool, roundoff: float
-    ) -> list[ObservedRun]:
+    def _perturbed(self, scenario: Scenario, spread: float, pairs: int, nudged: bool) -> list[ObservedRun]:
         how = [Variation(sign * spread, pair) for pair in range(pairs) for sign in (1, -1)]
         if nudged:
-            how += [Variation(spread, pair, nudged=True, roundoff=roundoff) for pair in range(pairs)]
+            how += [Variation(spread, pair, nudged=True) for pair in range(pairs)]
         plain = self.run(scenario)[0]
         return [run for run in (self.run(scenario, each)[0] for each in how) if alike(plain, run)]
 
@@ -356,7 +299,7 @@ class OnRanks:
         pairs = self.trials.ranks.run(run_traced, self.trials.program, case, size=case.world_size)
         return [trace for _, trace in pairs]
 
-    def _take_steps(self, scenario: Scenario, expected: Expected, spread: float, roundoff: float) -> None:
+    def _take_steps(self, scenario: Scenario, expected: Expected, spread: float) -> None:
         expected.drawn = self.traces(scenario)[0].drawn
         plain, *moved = (self.run(scenario, Variation(by, deep=True))[0].snapshots for by in (0.0, spread, -spread))
         for step, stage in enumerate(plain):
@@ -367,50 +310,35 @@ class OnRanks:
                 if all(name in perturbed and perturbed[name].shape == value.shape for perturbed in others)
             }
             granted = granted_at_least(single, others, ROUNDOFF, 2 * spread)
-            exact = {name: value.double() for name, value in single.items()}
-            allowed = {name: with_roundings(value.double(), exact[name], roundoff) for name, value in granted.items()}
-            expected.snapshots.append(exact)
-            expected.allowances.append(allowed)
+            expected.snapshots.append({name: value.double() for name, value in single.items()})
+            expected.allowances.append({name: value.double() for name, value in granted.items()})
 
 
 class PairTrials(Trials):
     """The trials of one configuration against another one, on the ranks of each.
 
-    `WithoutOneDevice` makes one for each pair that it compares, and `OnSwitch` one for each setting of its switch.
-    `effects` counts how often the switch of the configuration had an effect.
+    `WithoutOneDevice` makes one for each pair that it compares.
     """
 
     one_device = False
 
-    def __init__(self, own: OnRanks, base: OnRanks, allowance: Allowance = "rounding") -> None:
+    def __init__(self, own: OnRanks, base: OnRanks) -> None:
         trials = own.trials
         self.own, self.base, self.against = own, base, base.trials.name
         super().__init__(trials.ranks, trials.program, trials.kinds, trials.tolerance, trials.name)
-        self._allowance = allowance
         self._expectations.alone = False
-        self.effects = 0
-        self.of_switch = (trials.program.switch or base.trials.program.switch) is not None
 
     def on_ranks(self, scenario: Scenario, all_values: bool = False, histories: bool = False) -> list[ObservedRun]:
-        """Run the step, and count the effects of its switch; do not run it again to compare it with itself."""
+        """Run the step; do not run it again to compare it with itself."""
         if self.own is self.base and scenario.place in self._repeated:
             return self.base.run(scenario)
-        runs = super().on_ranks(scenario, all_values, histories)
-        # Autocast may narrow nothing; then it changes no bit.
-        if self.program.switch != Switch("bfloat16", on=True) or not _same_bits(runs, self.base.run(scenario)):
-            self.effects += max(run.switched for run in runs)
-        return runs
+        return super().on_ranks(scenario, all_values, histories)
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return the results of the other configuration; see `OnRanks.expected`."""
-        roundoff = unit_roundoff(torch.bfloat16) if self._allowance == "bfloat16" else 0.0
-        expected = self.base.expected(scenario, deep, effort, roundoff)
+        expected = self.base.expected(scenario, deep, effort)
         self.is_ambiguous |= self.base.trials.is_ambiguous
-        if self._allowance == "bits" and self.base.repeats(scenario):
-            exact = {name: value for name, value in expected.single.values.items() if value.is_floating_point()}
-            zeros = {name: torch.zeros_like(value) for name, value in exact.items()}
-            return replace(expected, exact=exact, tolerance=zeros, provisional=False)
-        if effort is Effort.IN_FULL and self.own is not self.base and not self.of_switch:
+        if effort is Effort.IN_FULL and self.own is not self.base:
             return _with_both(expected, self.own.expected(scenario, False, effort))
         return expected
 
@@ -446,10 +374,6 @@ def _rows(of_ranks: Sequence[Mapping[str, torch.Tensor]], divided: Collection[st
     return rows
 
 
-def _same_bits(runs: Sequence[ObservedRun], other_runs: Sequence[ObservedRun]) -> bool:
-    return [run.digests for run in runs] == [run.digests for run in other_runs]
-
-
 def _with_both(expected: Expected, own: Expected) -> Expected:
     tolerance = dict(expected.tolerance)
     for name, value in own.tolerance.items():
@@ -461,9 +385,6 @@ def _with_both(expected: Expected, own: Expected) -> Expected:
 def _finite(values: _Values) -> dict[Result, torch.Tensor]:
     """Return the floating-point values, in float32 at least, with zeros in place of infinities and NaN."""
     return {name: torch.where(value.isfinite(), value, 0.0) for name, value in wide(values).items()}
-
-
-_ALLOWANCES: Mapping[str, Allowance] = {"checkpointed": "bits", "bfloat16": "bfloat16"}
 
 
 @dataclass
@@ -480,7 +401,7 @@ class Disagreement:
 class Agreement(abc.ABC):
     """Configurations of one step that run the same cases.
 
-    `assert_steps_agree` makes one, and another for each configuration with `axes`. Hypothesis, by `smallest_failure`,
+    `assert_steps_agree` makes one. Hypothesis, by `smallest_failure`,
     calls `run` for each case; then the gate finishes the trials of `comparisons`.
     """
 
@@ -638,49 +559,6 @@ class WithoutOneDevice(Agreement):
             else:
                 groups.append([name])
         return groups
-
-
-class OnSwitch(Agreement):
-    """One configuration that is compared with itself, with an option switched; `switch` begins another comparison."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        (self.name,) = self.programs
-        self._as_is = OnRanks(self.trials[self.name], self.places[self.name])
-
-    @property
-    def trains(self) -> bool:
-        return True  # so that several steps are tried
-
-    def switch(self, switch: Switch) -> None:
-        self._switch, axis = switch, AXES[switch.axis]
-        self._what = self.name if switch.on is None else f"{self.name} {axis.on if switch.on else axis.off}"
-        program = replace(self.programs[self.name], switch=switch)
-        trials = Trials(self.ranks, program, self.kinds, self.tolerance, self._what)
-        pair = OnRanks(trials, self.places[self.name]), self._as_is
-        if switch == Switch("bfloat16", on=False):
-            pair = pair[1], pair[0]  # a narrow dtype rounds too coarsely to measure a tolerance
-        self.switched = PairTrials(*pair, _ALLOWANCES.get(switch.axis, "rounding"))
-        self._known.clear()
-
-    def _run(self, scenario: Scenario) -> Disagreement | None:
-        if self._switch.on is None:
-            return self._failed(self.switched, self.name, self._placed(self.name, scenario), self.switched.on_ranks)
-        trial = self._tried(self.switched, self.name, scenario)
-        if trial is None:
-            return None
-        how = "differs from" if trial.error is None else "fails, unlike"
-        return Disagreement(f"{self._what} {how} {self.name} as written", [(self.switched, trial)])
-
-    def finish(self, unjudged: Mapping[str, str]) -> None:
-        """Check that the switch had an effect, and that all trained parameters were compared."""
-        self.switched.finish([self.places[self.name]], unjudged)
-        if self._switch.on and not self.switched.effects:
-            axis = self._switch.axis
-            raise NotCompared(
-                f"{self.switched.program.gate}: the axis {axis!r} has no effect on {self.name}; it needs "
-                f"{AXES[axis].needs}. Leave it out of axes"
-            )
 
 
 def _all_of(configurations: Collection[str]) -> str:

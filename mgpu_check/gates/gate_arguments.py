@@ -18,7 +18,6 @@ from torch import nn
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankFailure, RankHang
-from mgpu_check.gates.run.switches import Switch
 from mgpu_check.numerics.placement import Placement, check_placement
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.torch_hooks.nested import named_parameters
@@ -179,7 +178,6 @@ class Program:
     placement: Placement = None  # the slices of parameters that ranks hold; see `numerics.placement.by_user`
     # The ranks whose returned values count: "last", or a function of coordinates in the mesh; None for all.
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None
-    switch: Switch | None = None  # an option that is turned on or off for the step; None for none
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 
 from mgpu_check import Rank
 from tests.gates.steps import variant
@@ -54,15 +53,6 @@ class Replicated:
 
     def part(self, samples: torch.Tensor) -> torch.Tensor:
         return samples.chunk(self.rank.size)[self.rank.index]
-
-
-class Returning(Replicated):
-    """The last rank returns the loss, as the last stage of a pipeline does."""
-
-    def __call__(self, model: nn.Module, batch: Batch, rank: Rank) -> Any:
-        super().__call__(model, batch, rank)
-        loss = F.mse_loss(self.model(self.part(batch[0]).to(rank.device)), self.part(batch[1]).to(rank.device))
-        return {"loss": loss.detach()} if rank.index == rank.size - 1 else None
 
 
 def stepping(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
@@ -153,57 +143,3 @@ class Experts(TensorParallel):
         self.optimizer.zero_grad()
         F.mse_loss(Summed.apply(self.model(inputs, self.first)), targets).backward()
         self.optimizer.step()
-
-
-class Dropped(Mlp):
-    """Dropout in a function that is checkpointed."""
-
-    preserve = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def inner(x: torch.Tensor) -> torch.Tensor:
-            return F.dropout(self.up(x), 0.5).relu()
-
-        return self.down(checkpoint(inner, x, use_reentrant=False, preserve_rng_state=self.preserve))
-
-
-class DroppedInBfloat16(Dropped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return super().forward(x).float()
-
-
-class OtherInBfloat16(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
-        return self.down(hidden.relu() * (1.5 if hidden.dtype == torch.bfloat16 else 1.0))
-
-
-class OtherIfCompiled(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * (1.5 if torch.compiler.is_compiling() else 1.0))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class DecaysTwiceIfFused(torch.optim.AdamW):
-    def __init__(self, params: Any, *, weight_decay: float = 0.5, fused: bool | None = None, **options: Any) -> None:
-        super().__init__(params, weight_decay=weight_decay * (2 if fused else 1), fused=fused, **options)
-
-
-class FailsIfFused(torch.optim.AdamW):
-    def __init__(self, params: Any, *, fused: bool | None = None, **options: Any) -> None:
-        assert not fused
-        super().__init__(params, **options)
-
-
-class DecaysTwiceIfForeach(torch.optim.AdamW):
-    def __init__(self, params: Any, *, weight_decay: float = 0.5, foreach: bool | None = None, **options: Any) -> None:
-        super().__init__(params, weight_decay=weight_decay * (2 if foreach else 1), foreach=foreach, **options)

@@ -7,21 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mgpu_check import Configuration, NotCompared, ScalingMismatch, assert_steps_agree
+from mgpu_check import Configuration, ScalingMismatch, assert_steps_agree
 from mgpu_check.gates.gate_arguments import RanksFixture
 from tests.gates.agreed import (
-    DecaysTwiceIfForeach,
-    DecaysTwiceIfFused,
-    Dropped,
-    DroppedInBfloat16,
     Experts,
-    FailsIfFused,
     Mixture,
     Mlp,
-    OtherInBfloat16,
     Replicated,
-    Returning,
-    Scaled,
     Sharded,
     TensorParallel,
     batch,
@@ -104,84 +96,18 @@ def test_parameters_that_only_one_configuration_trains(ranks):
     refuted(ranks, steps, "^ddp and idle differ: .* first up.weight", **ALONE, observe=["grads", "params"])
 
 
-AXES = ["checkpointed", "bfloat16", "fused", "foreach"]
-
-
-def test_options_that_change_nothing(ranks):
-    """One rank returns values; those without any are measured too."""
-    steps = {"ddp": Configuration(Returning, 2, returned_by="last")}
-    assert_steps_agree(ranks, steps, axes=AXES, **FEW | ALONE)
-
-
-@pytest.mark.slow
-def test_options_that_the_step_uses_are_switched_off(ranks):
-    steps = {"ddp": Configuration(stepping(torch.optim.AdamW, fused=True), 2)}
-    axes = ["checkpointed", "fused", "bfloat16"]
-    assert_steps_agree(ranks, steps, axes=axes, **FEW | ALONE | {"build": DroppedInBfloat16})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axis", "build", "step", "match", "mistakes"),
-    [
-        pytest.param(
-            *("checkpointed", variant(Dropped, preserve=False), Replicated, "without its activation checkpointing", ()),
-            marks=pytest.mark.slow,
-        ),
-        ("bfloat16", OtherInBfloat16, Replicated, "under autocast to bfloat16", ()),
-        pytest.param(
-            *("fused", Mlp, stepping(DecaysTwiceIfFused), "with fused optimizers", ("optimizer-differs",)),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("foreach", Mlp, stepping(DecaysTwiceIfForeach, foreach=True), "without its foreach optimizers"),
-            ("optimizer-differs",),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_an_option_that_changes_results(ranks, axis, build, step, match, mistakes):
-    match = f"^ddp {match} differs from ddp as written: "
-    refuted(ranks, {"ddp": Configuration(step, 2)}, match, *mistakes, axes=[axis], build=build, **ALONE)
-
-
-@pytest.mark.slow
-def test_an_option_that_the_step_does_not_take(ranks):
-    steps = {"ddp": Configuration(stepping(FailsIfFused), 2)}
-    match = "^ddp with fused optimizers fails, unlike ddp as written: ranks 0-1 of 2 raised AssertionError"
-    refuted(ranks, steps, match, axes=["fused"], **ALONE)
-
-
-@pytest.mark.parametrize(
-    ("axis", "build", "step", "needs"),
-    [
-        pytest.param("compiled", Mlp, Replicated, "a module of the model on real devices", marks=pytest.mark.slow),
-        ("checkpointed", Mlp, Idle, "a module of the model, with gradients"),
-        ("bfloat16", Scaled, Replicated, "an operator that autocast narrows"),
-        ("fused", Mlp, stepping(torch.optim.Rprop), "an optimizer of torch with the option fused"),
-    ],
-)
-def test_an_option_without_effect_is_not_passed(ranks, axis, build, step, needs):
-    with pytest.raises(NotCompared, match=f"the axis '{axis}' has no effect on ddp; it needs {needs}"):
-        steps = {"ddp": Configuration(step, 2)}
-        assert_steps_agree(ranks, steps, axes=[axis], **FEW | ALONE | {"build": build})
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"steps": Replicated}, "steps=.*; give a mapping from names to configurations"),
         ({"steps": {}}, "steps={}; give a mapping"),
         ({"steps": {1: DDP}}, "steps has the name 1; give a mapping"),
-        ({"steps": {"ddp": DDP}}, "steps has one configuration, 'ddp'; give another one, or axes"),
+        ({"steps": {"ddp": DDP}}, "steps has one configuration, 'ddp'; give another one"),
         ({"steps": {"ddp": 3, "tp": TP}}, "step=3 is not a function"),
         ({"steps": {"ddp": Configuration(Replicated, cast("Any", [2, 4])), "tp": TP}}, "on of 'ddp' has "),
         ({"steps": {"ddp": Configuration(Replicated, 9), "tp": TP}}, "on of 'ddp' has 9; give ints from 1 to 4"),
         ({"steps": {"ddp": Configuration(Replicated, {"dp": 0}), "tp": TP}}, "on of 'ddp' has {'dp': 0}"),
         ({"steps": {"ddp": Configuration(Replicated, 2, unjudged={"up.*": ""}), "tp": TP}}, "unjudged={'up.*': ''}"),
-        ({"axes": "fused"}, "axes has 'fused'; give a list of 'compiled', 'checkpointed', 'bfloat16', 'fused', 'for"),
-        ({"axes": ["fused", "fast"]}, r"axes has \['fast'\]; give a list of 'compiled'"),
-        ({"axes": 3}, r"axes has \[3\]; give a list of"),
         ({"one_device": None}, "one_device=None; give True or False"),
         ({"one_device": False, "reference": Replicated}, "reference and one_device=False are both given"),
         ({"tolerance": 2}, "assert_steps_agree: tolerance=2"),

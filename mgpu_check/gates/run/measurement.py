@@ -86,7 +86,6 @@ class Variation:
     # Flip the gradients whose sign rounding decides. Optimizers that divide by the size of a gradient take a whole step
     # in the direction of its sign.
     nudged: bool = False
-    roundoff: float = 0.0  # unit roundoff of a narrow dtype that the gradients may be rounded to, too
 
 
 def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Variation) -> ObservedRun:
@@ -124,9 +123,7 @@ def _undecided(how: Variation, plain: _Gradients, *others: _Gradients) -> _Gradi
     """Return the changes that flip each gradient whose sign rounding decides, and leave the others alone."""
     common = {key: value for key, value in plain.items() if all(key in gradients for gradients in others)}
     granted = steps.granted_at_least(common, others, ROUNDOFF, abs(how.spread))
-    return {
-        key: flip_of(value, steps.with_roundings(granted[key], value, how.roundoff)) for key, value in common.items()
-    }
+    return {key: flip_of(value, granted[key]) for key, value in common.items()}
 
 
 _DIRECTIONS = (1, -1)

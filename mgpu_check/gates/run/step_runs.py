@@ -25,7 +25,6 @@ from mgpu_check.gates.run.call_events import NotingLabels, Rows, noting_outputs,
 from mgpu_check.gates.run.draws import DrawsOfFloat32, redrawing
 from mgpu_check.gates.run.shards import Held, Holdings, assembled, least_anywhere, moved_apart, named_tensors
 from mgpu_check.gates.run.step_recorder import Nudge, StepRecorder, put
-from mgpu_check.gates.run.switches import switched
 from mgpu_check.gates.search.scenarios import Scenario, coordinates_of, has_equal_lengths, make_batches, mesh_of, wider
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.torch_hooks.nested import entries, named_modules, tensors_of
@@ -97,31 +96,27 @@ def observe(
     if of_reference and program.reference is not None:
         make = functools.partial(bound_reference, program.reference, model, scenario.world_size)
 
-    def count() -> None:
-        run.switched += 1
-
-    with switched(None if of_reference else program.switch, modules, rank.device, count):
-        # The constructor of a class may draw random numbers: in float64 it must draw the same ones.
-        with _default_dtype(double), DrawsOfFloat32() if double else contextlib.nullcontext():
-            call = None if traced else make()
-        seed_everything(scenario.seed + 1)
-        before = torch.get_rng_state()
-        of_scenario = rank.size > 1, traced or program.reference is not None, scenario.rewritten, histories
-        recorder = StepRecorder(holdings, modules, run, deep, nudge, *of_scenario)
-        with _default_dtype(double), recorder, around(model, batches):
-            call = call or make()  # traced: the calls of the constructor belong to the trace
-            for number, batch in enumerate(batches):
-                if number:
-                    # A dropped DistributedDataParallel removes its hooks when its reducer is freed
-                    # (pytorch/pytorch#21591). That may be late (pytorch/pytorch#96490), and till then they still run.
-                    gc.collect()
-                returned = call(batch)
-                recorder.end_call()
-                after_step(number, len(batches), modules)
-                if returned is not None:
-                    result = Result("returned", "", number + 1 if len(batches) > 1 else None)
-                    _take(run, result, returned, recorder.applied.by_gradient(holdings.now()))
-                    run.touched.add("returned")
+    # The constructor of a class may draw random numbers: in float64 it must draw the same ones.
+    with _default_dtype(double), DrawsOfFloat32() if double else contextlib.nullcontext():
+        call = None if traced else make()
+    seed_everything(scenario.seed + 1)
+    before = torch.get_rng_state()
+    of_scenario = rank.size > 1, traced or program.reference is not None, scenario.rewritten, histories
+    recorder = StepRecorder(holdings, modules, run, deep, nudge, *of_scenario)
+    with _default_dtype(double), recorder, around(model, batches):
+        call = call or make()  # traced: the calls of the constructor belong to the trace
+        for number, batch in enumerate(batches):
+            if number:
+                # A dropped DistributedDataParallel removes its hooks when its reducer is freed
+                # (pytorch/pytorch#21591). That may be late (pytorch/pytorch#96490), and till then they still run.
+                gc.collect()
+            returned = call(batch)
+            recorder.end_call()
+            after_step(number, len(batches), modules)
+            if returned is not None:
+                result = Result("returned", "", number + 1 if len(batches) > 1 else None)
+                _take(run, result, returned, recorder.applied.by_gradient(holdings.now()))
+                run.touched.add("returned")
     after = torch.get_rng_state()
     run.rng, run.draws = digest_of(after), not torch.equal(before, after)
     held_tensors = holdings.held()

@@ -209,14 +209,12 @@ class Trials:
         one_device: whether results are compared with one device.
         is_ambiguous: the values of parameters do not show which slices some rank holds.
         against: what they are compared with.
-        of_switch: both sides are the same configuration, with an option on and off.
         remarks: whether to say what a pass does not show.
         defined: the line where the step is defined; "" if it is unknown.
     """
 
     one_device = True
     against = PARITY
-    of_switch = False
     remarks = True
 
     def __init__(
