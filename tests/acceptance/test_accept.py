@@ -94,6 +94,7 @@ def test_workers_of_xdist_are_refused() -> None:
         accept._Ending().pytest_configure(config)
 
 
+@pytest.mark.slow
 def test_a_glance_finds_a_wrong_link_and_says_what_it_left_out(command: Command) -> None:
     text = command(*NODE[:3], "--gpu-level=glance", "--plant=copy-zeros:device=0,peer=1", code=1)
     assert text.splitlines()[-1] == (

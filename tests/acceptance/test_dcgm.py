@@ -184,6 +184,7 @@ def test_other_files_are_refused(given, document: object, words: str):
     assert words in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_failed_test_of_dcgm_rejects_the_node(command: Callable[..., str], tmp_path: Path) -> None:
     serials = json.loads(json.dumps(NEW))
     for number, one in enumerate(serials["entity_groups"][0]["entities"]):

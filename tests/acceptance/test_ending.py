@@ -71,6 +71,7 @@ def ended(command: Callable[..., str], tmp_path: Path, monkeypatch: pytest.Monke
     return ended
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_job_leaves_a_verdict_and_a_report(ended: Ended) -> None:
     text, document = ended(IN_A_CHECK, "-k", "memory or health")
     verdict = document["verdict"]

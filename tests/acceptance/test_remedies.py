@@ -90,11 +90,12 @@ def test_a_warning_keeps_its_action() -> None:
 LANES = [f"product-lane:device={device}" for device in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "check", "plants", "part", "action"),
     [
         ("glance", "links", ["copy-out:device=1"], Part("gpu", (1,)), "reset-gpu"),
-        pytest.param("quick", "compute", LANES, Part("host", (0,)), "inspect-node", marks=pytest.mark.slow),
+        ("quick", "compute", LANES, Part("host", (0,)), "inspect-node"),
     ],
 )
 def test_a_run_asks_to_do_what_suits_the_part(

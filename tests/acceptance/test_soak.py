@@ -157,6 +157,7 @@ def loaded(rank, faults):
     return seen
 
 
+@pytest.mark.slow
 def test_each_kind_of_work_is_looked_at(ranks):
     """On two ranks: all is right; the ways of the host to and from the device; memory; a sum; an exchange; a
     product."""

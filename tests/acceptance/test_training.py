@@ -121,6 +121,7 @@ def hardware(*faults: str):
     return hardware_planted(hardware_text([planted_from(fault) for fault in faults]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_right_gpus_train_alike(precision):
     """By vote, and beside the host; in each variant, which the simplest cases of the precisions cover."""

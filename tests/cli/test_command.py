@@ -236,6 +236,7 @@ def test_selftest_asks_nothing_of_pairs_that_were_deselected(command):
     assert "sum-misses-the-last-rank" not in text
 
 
+@pytest.mark.slow
 def test_an_expression_may_be_the_name_of_a_file(command):
     text = command("selftest", "test_mismatch.py", "test_scatter.py", "-k", "test_mismatch.py", "--collect-only")
     assert "test_gpu_scalars_are_no_numbers" in text

@@ -140,6 +140,7 @@ def test_ranks_can_run_here(command, monkeypatch):
     assert text.splitlines()[-1] == "ranks can run here"
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_start_are_bad(command, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-net")

@@ -68,7 +68,10 @@ def test_wrong_arguments_are_refused(tmp_path, arguments, message):
     assert message in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("test", "code", "counts"), [("right", 2, "1 passed, 2 skipped"), ("wrong", 1, "1 failed")])
+@pytest.mark.parametrize(
+    ("test", "code", "counts"),
+    [("right", 2, "1 passed, 2 skipped"), pytest.param("wrong", 1, "1 failed", marks=pytest.mark.slow)],
+)
 def test_the_ways_run_beside_the_tests_of_the_user(tmp_path, test, code, counts):
     (tmp_path / "test_own.py").write_text("def test_right(): pass\n\ndef test_wrong(): assert False\n")
     options = [f"--model-target={NETS}:Net", "--model-ways=hsdp", "-c", "/dev/null", f"test_own.py::test_{test}"]

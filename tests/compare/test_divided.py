@@ -62,6 +62,7 @@ def test_a_divided_model_is_equal(compare, kind, mistake):
     assert " of " not in outcome["headline"].partition("parameters")[0]  # all of them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mistake"), cases((kind, mistake) for kind in MISTAKES for mistake in MISTAKES[kind]))
 def test_a_divided_model_that_is_trained_wrongly_differs(compare, kind, mistake):
     outcome = compared(compare, kind, mistake, 1)
@@ -69,6 +70,7 @@ def test_a_divided_model_that_is_trained_wrongly_differs(compare, kind, mistake)
     assert outcome["axes"] == AXES.get((kind, mistake), outcome["axes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mistake"), cases(KEPT))
 def test_a_state_that_is_wrong_is_found(compare, kind, mistake):
     outcome = compared(compare, kind, mistake, 1)

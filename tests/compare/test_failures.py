@@ -74,6 +74,7 @@ def test_a_script_that_raises_on_one_device(compare):
     assert len(outcome.json["runs"]) == 1
 
 
+@pytest.mark.slow
 def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
     wait = "    if rank == 1 and start == 8:\n        import threading; threading.Event().wait()\n"
     outcome = compare(

@@ -22,6 +22,7 @@ def test_a_script_that_saves_and_divides_its_batch(compare, tmp_path):
     assert list(tmp_path.joinpath("out").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_all_that_stands_in_the_way_is_said_at_once(compare, tmp_path):
     tmp_path.joinpath("out").mkdir()
     script = WITH_A_SNAPSHOT.replace("torch.manual_seed(0)\n", "torch.default_generator.manual_seed(0)\n")
@@ -61,9 +62,8 @@ def test_a_script_that_leaves_with_a_message(compare):
     assert "cuda:{R} for a word for each rank" in outcome.text
 
 
-@pytest.mark.parametrize(
-    "way", ["fork", *(pytest.param(way, marks=pytest.mark.slow) for way in ("spawn", "subprocess"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fork", *(way for way in ("spawn", "subprocess"))])
 def test_a_script_that_starts_its_ranks_itself(compare, way):
     """The run on one device shows that it does, so that it runs once for several devices."""
     outcome = compare(script("own_launcher"), code=0, arguments=[way, "{W}"])

@@ -14,7 +14,8 @@ from tests.compare.conftest import script
 SIMULATED = ("--gpus=2", "--simulate", "--steps=1")
 
 
-@pytest.mark.parametrize("words", [("fsdp",), pytest.param(("masked",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("fsdp",), (("masked",))])
 def test_one_device_calls_an_inner_module_and_the_ranks_a_wrapper(compare, words):
     """And with one sample on each rank, a mask or a table of positions looks like a sample."""
     outcome = compare(script("wrapped_step"), *SIMULATED, code=0, arguments=words)

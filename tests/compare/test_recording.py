@@ -224,12 +224,14 @@ def test_gradients_that_are_computed_within_the_step(traces):
     assert len(trace.of("seed")) == 1 and [event["missed"] for event in trace.of("save")] == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "group"),
     [
         ("fork", True),
         ("spawn", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fork", False), ("forkserver", True))),
+        ("fork", False),
+        ("forkserver", True),
     ],
 )
 def test_a_process_of_the_script_that_trains_instead_of_it(record, method, group):

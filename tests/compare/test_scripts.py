@@ -70,6 +70,7 @@ def test_a_model_that_trains_in_evaluation_mode(compare, by_hand, changed):
     assert "the inputs of Sequential at train.py" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_sampler_without_set_epoch(compare, tutorial, changed):
     """And what its page shows of it."""
     script = changed(tutorial, ("    sampler.set_epoch(epoch)\n", ""))
@@ -131,6 +132,7 @@ def test_a_script_that_goes_on_where_an_earlier_run_has_stopped(compare, by_hand
     assert "which an earlier run of this comparison wrote" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_script_that_diverges(compare, by_hand, changed):
     """A failure after the last numbers of a script cannot be compared, and is not called equal."""
     script = changed(

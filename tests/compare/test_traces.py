@@ -112,6 +112,7 @@ def git(directory, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=directory, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+@pytest.mark.slow
 def test_a_golden_trace(command, tmp_path, monkeypatch):
     tmp_path.joinpath("train.py").write_text(script("changes"))
     words = ("compare", "--golden=golden.trace", "--gpus=1")

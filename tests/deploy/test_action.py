@@ -67,6 +67,7 @@ def test_no_input_is_part_of_a_script():
         assert "${{" not in step["run"]  # whoever gives an input could run code
 
 
+@pytest.mark.slow
 def test_a_failure_is_annotated_and_in_the_summary(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(TEST)

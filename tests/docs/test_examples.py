@@ -83,6 +83,7 @@ def test_the_commands_of_the_tutorial_do_what_it_says(
     assert_shows(trained, printed.text)
 
 
+@pytest.mark.slow
 def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.Pytester) -> None:
     write(
         pytester.path,

@@ -158,6 +158,7 @@ UNMATCHED = {
 }
 
 
+@pytest.mark.slow
 def test_what_one_side_of_a_transfer_lacks_is_a_failure_and_hurts_no_later_call(pool):
     """gloo keeps what was sent for the next who receives, and takes the bytes of one dtype for those of another."""
 

@@ -212,6 +212,7 @@ def spawned(index, sent, doubled):
     doubled[index] = 2 * sent.number
 
 
+@pytest.mark.slow
 def test_ranks_can_spawn_functions_of_a_test_module(pool):
     def body():
         doubled = torch.zeros(1).share_memory_()
@@ -228,6 +229,7 @@ def use_multiprocessing():
     return multiprocessing.util.get_temp_dir()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_server_is_replaced(tmp_path, monkeypatch):
     """As one bad device would do it: the others wait for that rank in the rendezvous.
 
@@ -275,6 +277,7 @@ def once():
 """
 
 
+@pytest.mark.slow
 def test_resources_that_are_used_up_are_told_with_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "refusing.py").write_text(REFUSING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

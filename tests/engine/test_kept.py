@@ -88,6 +88,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.slow
 def test_a_run_attaches_to_the_keeper_and_takes_its_own_processes_along(keeper):
     run = pool()
     ranks = pids(run)

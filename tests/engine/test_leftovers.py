@@ -82,6 +82,7 @@ def managers(directory):
     return found
 
 
+@pytest.mark.slow
 def test_nobody_loses_what_ranks_have_only_attached(pool):
     segment = shared_memory.SharedMemory(create=True, size=8)
 
@@ -103,6 +104,7 @@ def test_nobody_loses_what_ranks_have_only_attached(pool):
         segment.unlink()
 
 
+@pytest.mark.slow
 def test_what_ranks_share_by_name_goes_with_them(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("WHOSE", str(tmp_path))
     (names,) = pool.run(share, tmp_path, size=1)

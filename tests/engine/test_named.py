@@ -88,6 +88,7 @@ def test_a_module_is_found_only_where_it_has_its_name():
         del sys.modules["not_imported_anywhere"]
 
 
+@pytest.mark.slow
 def test_functions_that_name_them_run_in_ranks(pool):
     aten, add, narrow = torch.ops.aten, torch.ops.aten.add.Tensor, torch.finfo(torch.float16)
 

@@ -88,6 +88,7 @@ def test_a_failing_preload_is_told():
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_still_imports_ends_with_its_parent(tmp_path):
     waiting, go_on = tmp_path / "waiting", tmp_path / "go_on"
     os.mkfifo(waiting)

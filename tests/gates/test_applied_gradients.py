@@ -149,10 +149,11 @@ def test_optimizers_of_the_user_may_write_into_gradients(ranks, step):
     gate(passes, ranks, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "reference"),
     [
-        pytest.param(variant(Averaging, divided=False), Reference, marks=pytest.mark.slow),
+        (variant(Averaging, divided=False), Reference),
         (variant(InStep, times=2), None),
     ],
 )

@@ -54,7 +54,8 @@ def test_right_uses_pass(ranks, names):
     gate(ranks, names, "")
 
 
-@pytest.mark.parametrize("mistake", ["local", pytest.param("doubled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["local", "doubled"])
 @pytest.mark.parametrize("names", [pytest.param(OFTEN, id="some"), *EACH])
 def test_a_mistake_elsewhere_is_not_blamed_on_a_collective(ranks, names, mistake):
     with pytest.raises(ScalingMismatch) as caught:

@@ -46,6 +46,7 @@ def test_a_right_step_agrees_in_the_whole_space(ranks):
     agree(ranks, on=lambda accumulate, **_: {"dp": 2 if accumulate == 1 else 4})
 
 
+@pytest.mark.slow
 def test_a_failure_is_shrunk_to_the_options_that_it_takes(ranks):
     with pytest.raises(ScalingMismatch) as caught:
         agree(ranks, functools.partial(step, mistake=True))

@@ -98,6 +98,7 @@ def test_a_right_step_passes(ranks, rotate, narrow):
     check(ranks, step_of(rotate=rotate, narrow=narrow))
 
 
+@pytest.mark.slow
 def test_a_right_step_passes_beside_a_reference_without_a_ring(ranks):
     check(ranks, step_of(), reference=whole, world_sizes=[4], sizes=[1], max_examples=1)
 

@@ -218,6 +218,7 @@ def _with_one_thread(rank, program, scenario):
     return measure_provisionally(rank, program, scenario)
 
 
+@pytest.mark.slow
 def test_what_ranks_measure_together_is_what_one_measures(ranks):
     program, scenario = Program(right, _large, batch), Scenario(2, 5, seed=3)
     alone = ranks.run(_with_one_thread, program, scenario, size=1)[0]

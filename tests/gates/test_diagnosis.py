@@ -36,6 +36,7 @@ other ways to part."""
 EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_a_program_is_named_by_its_mistake(ranks, name):
     program = ALL[name]
@@ -67,7 +68,8 @@ def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
     assert report(ranks, step, reference=diagnosed_by_batch.predicts, sizes=2, **of).mistakes == ("positions-restart",)
 
 
-@pytest.mark.parametrize("name", ["experts", pytest.param("head", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "head"])
 def test_only_what_ranks_divide_are_experts(ranks, name):
     """The page's program with another gradient, of what all ranks hold, off by the size of the group."""
     page, _ = program_of("expert-gradients-factor", "right")

@@ -157,11 +157,12 @@ class OtherOrderOnSomeRanks(ShardedCopy):
         self.optimizer = torch.optim.Adam(parameters[::-1] if rank.index else parameters, lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "mesh"),
     [
         (StagesOfSlices, {"pp": 2, "tp": 2}),
-        *(pytest.param(step, {}, marks=pytest.mark.slow) for step in (FlatBiases, FlatSlices, FlatCopy)),
+        *((step, {}) for step in (FlatBiases, FlatSlices, FlatCopy)),
     ],
 )
 def test_it_passes_and_its_twin_is_refuted(ranks: Any, step: Any, mesh: dict[str, int]) -> None:

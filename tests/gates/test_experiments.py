@@ -166,28 +166,23 @@ def by_gradients_that_are_reduced_already(model, batch, rank, wrong):
         dist.all_reduce(parameter.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "mistake", "evidence"),
     [
+        (by_a_sum_for_a_maximum, "wrong-reduction", "with MAX makes the step right"),
         pytest.param(
-            by_a_sum_for_a_maximum, "wrong-reduction", "with MAX makes the step right", marks=pytest.mark.slow
+            *(by_a_mean_for_a_sum, "world-size-factor", "multiplied by 2, the size of its group, the step is right")
         ),
         pytest.param(
-            *(by_a_mean_for_a_sum, "world-size-factor", "multiplied by 2, the size of its group, the step is right"),
-            marks=pytest.mark.slow,
+            *(by_a_sum_for_a_mean, "world-size-factor", "divided by 2, the size of its group, the step is right")
+        ),
+        (by_its_own_number, "wrong-reduction", "each rank needs its own value"),
+        pytest.param(
+            *(by_a_sum_of_norms, "wrong-reduction", "with the root of the sum of squares makes the step right")
         ),
         pytest.param(
-            *(by_a_sum_for_a_mean, "world-size-factor", "divided by 2, the size of its group, the step is right"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(by_its_own_number, "wrong-reduction", "each rank needs its own value", marks=pytest.mark.slow),
-        pytest.param(
-            *(by_a_sum_of_norms, "wrong-reduction", "with the root of the sum of squares makes the step right"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(by_an_addend_of_each_rank, "partial-result-added-on-every-rank", "the second term of one rank only"),
-            marks=pytest.mark.slow,
+            *(by_an_addend_of_each_rank, "partial-result-added-on-every-rank", "the second term of one rank only")
         ),
         (by_gradients_that_are_reduced_already, "reduced-again", "has reduced already; without it the step is right"),
     ],

@@ -109,6 +109,7 @@ def the_second_look(monkeypatch):
     monkeypatch.setattr(SecondLook, "taken", fails)
 
 
+@pytest.mark.slow
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize(
     ("break_them", "parts", "mistakes"),

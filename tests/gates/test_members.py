@@ -51,6 +51,7 @@ def summed(model: Net, batch: Any, rank: Any, averaged: bool = False) -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.gpus(2)
 def test_replaced_methods_of_modules_are_not_called(ranks):
     options: dict[str, Any] = {"build": Net, "batch": regression, "sizes": [2], "max_examples": 1}

@@ -30,6 +30,7 @@ def test_right(ranks):
     metric_passes(ranks, accuracy, max_examples=2)
 
 
+@pytest.mark.slow
 def test_each_rank_its_own(ranks):
     def metric(model, batch, rank):
         return {"accuracy": hits(model, batch, rank).mean()}

@@ -118,6 +118,7 @@ def test_texts(ranks):
     assert trial.relations is not None and "got None, expected 'a'" in str(trial.relations.details)
 
 
+@pytest.mark.slow
 def test_each_world_size_is_tried(ranks):
     def step(model, batch, rank):
         return {"sum": batch[0].sum() + (rank.size == 4)}

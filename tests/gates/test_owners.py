@@ -63,12 +63,13 @@ class Owners:
                 dist.broadcast(parameter.data, owner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"owners": 1}, id="a parameter server"),
-        pytest.param({"owners": 3}, marks=pytest.mark.slow, id="a rank that owns nothing"),
-        pytest.param({"by": "dimensions"}, marks=pytest.mark.slow, id="a rank with another group"),
+        pytest.param({"owners": 3}, id="a rank that owns nothing"),
+        pytest.param({"by": "dimensions"}, id="a rank with another group"),
     ],
 )
 def test_parameters_have_owners(ranks, options):
@@ -139,7 +140,8 @@ class AllStages:
         self.optimizer.step()
 
 
-@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [0, 3])
 def test_stages_have_rates_of_their_own(ranks, frozen):
     reference = functools.partial(AllStages, frozen=frozen)
     right: dict[str, Any] = {

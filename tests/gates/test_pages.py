@@ -24,6 +24,8 @@ WEEKLY = {
     *("gradients-not-synchronized", "world-size-factor", "accumulation-factor", "decision-per-rank", "mean-of-means"),
     *("buffers-drift", "dataset-not-split", "epochs-not-reshuffled", "evaluation-differs", "not-waited"),
     *("resharded-wrongly", "restored-on-one-rank", "samples-missed", "split-differs-between-ranks"),
+    *("other-values-combined", "labels-shifted-after-split", "not-scattered", "gradient-cut-by-collective"),
+    *("low-precision-arithmetic", "low-precision-overflow", "integer-division"),
     *("gathered-in-other-order", "state-not-restored", "uneven-steps", "value-of-one-rank", "wrong-reduction"),
 }
 """Other tests of gates name these mistakes, and each of these pages takes seconds."""

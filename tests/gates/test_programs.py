@@ -75,8 +75,9 @@ def test_a_wrong_program_raises_alarms(ranks, gate, monkeypatch):
 CHOSEN = ("ddp_of_any_size", "tensor_parallel", "data_parallel", "FullyShardedDataParallel", "gru")
 
 
+@pytest.mark.slow
 @pytest.mark.gpus(4)
-@pytest.mark.parametrize("name", [*CHOSEN[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in CHOSEN[1:])])
+@pytest.mark.parametrize("name", CHOSEN)
 def test_a_flipped_bit_of_the_largest_element_is_caught(ranks, gate, name):
     rows = gate.bit_flips(ranks, [name], flips=0, seed=0)[name]
     assert rows["missed"] == []

@@ -314,6 +314,7 @@ def truncates(model, batch, rank):
     return {"share": right[: len(right) // rank.size * rank.size].mean()}
 
 
+@pytest.mark.slow
 def test_samples_that_a_metric_misses_are_named(ranks):
     found = report(ranks, truncates, gate=assert_metric_scales, build=classifier, batch=data, sizes=5)
     assert found.mistakes[0] == "samples-missed", str(found)

@@ -68,9 +68,8 @@ class Reference:
         return {f"average.{name}": value for name, value in self.average.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "how", ["function", *(pytest.param(how, marks=pytest.mark.slow) for how in ("write", "two writes"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["function", *(how for how in ("write", "two writes"))])
 def test_an_average_that_moves_with_each_micro_batch(ranks, how):
     mismatch = report(ranks, functools.partial(Averages, how=how), sizes=8, reference=Reference)
     assert mismatch.mistakes[0] == "updated-too-often", str(mismatch)
@@ -132,7 +131,8 @@ def blurs(model, batch, rank, on, wrong):
         parameter.grad += noise.to(rank.device)
 
 
-@pytest.mark.parametrize("on", [pytest.param("host", marks=pytest.mark.slow), "device"])
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["host", "device"])
 def test_numbers_that_all_ranks_should_draw_alike(ranks, on):
     mismatch = report(ranks, functools.partial(blurs, on=on, wrong=True))
     assert mismatch.mistakes[0] == "random-numbers-per-rank", str(mismatch)
@@ -148,6 +148,7 @@ def leaves_too_late(model, batch, rank, wrong):
         F.mse_loss(wrapped(part), target).div(2).backward()
 
 
+@pytest.mark.slow
 def test_gradients_that_the_first_micro_batch_synchronizes(ranks):
     mismatch = report(ranks, functools.partial(leaves_too_late, wrong=True), sizes=8, reference=on_one_device)
     assert mismatch.mistakes[0] == "gradients-not-synchronized", str(mismatch)

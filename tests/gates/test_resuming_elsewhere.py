@@ -75,6 +75,7 @@ def by_hand(mistake: str = "", returned: tuple[str, ...] = ("whole", "momentum")
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "mistakes", "seen"),
     [

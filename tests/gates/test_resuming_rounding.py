@@ -55,9 +55,8 @@ def test_another_order_of_sums(ranks):
         assert_resume_continues(ranks, adam(), **AT_FOUR, tolerance=0.0)
 
 
-@pytest.mark.parametrize(
-    "forgotten", ["optimizer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("model", "schedule"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", ["optimizer", "model", "schedule"])
 def test_another_order_of_sums_excuses_nothing_that_is_forgotten(ranks, forgotten):
     text = refuted(ranks, adam(forgotten), "state-not-restored", match="does not continue", **AT_FOUR)
     assert f"on no rank as saved: {forgotten}." in text

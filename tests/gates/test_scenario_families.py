@@ -52,6 +52,7 @@ def test_sizes_are_as_given(sizes, expected):
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [range(1, 14), st.integers(1, 13), None], ids=["several", "a strategy", "all"])
 def test_the_sizes_of_a_family_are_of_its_kind(sizes):
     found = {family.name: sizes_of(family) for family in families([(4, ())], sizes, None, 24)}

@@ -136,6 +136,7 @@ def test_a_failure_that_does_not_repeat_or_takes_a_time_limit_accuses_neither(er
     assert left_on_cpu(Program(without_batch, build, batch), error, run) == sentence
 
 
+@pytest.mark.slow
 def test_other_gates(ranks):
     def metric(model, batch, rank):
         x, y = (tensor[rank.index :: rank.size].to(rank.device) for tensor in batch)

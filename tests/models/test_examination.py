@@ -61,7 +61,7 @@ MISTAKES = [  # model, way, a part of the reason
     ("Summed", "own", "world-size-factor"),
     ("Restarting", "cp", "returned loss: got "),
 ]
-SLOW = ("Contrastive", "Noise", "Gathered", "Mean")
+SLOW = ("Contrastive", "Noise", "Gathered", "Mean", "Restarting")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,7 @@ def test_options_are_tried_on_top_of_what_the_way_needs(ranks):
     assert dict(examined.bases["ddp"]) == {"batch norm": "SyncBatchNorm"}
 
 
+@pytest.mark.slow
 def test_a_failing_setting_is_shrunk_to_the_two_options_that_it_needs(ranks, monkeypatch):
     setting = (("accumulation", "2 micro-batches"), ("autocast", "bfloat16"), ("buckets", "of 1 kB"))
     monkeypatch.setattr("mgpu_check.models.examination.settings_for", lambda *_: [setting])

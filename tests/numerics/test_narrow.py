@@ -96,6 +96,7 @@ def tolerances(seed, dtype, act):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [nn.Tanh, nn.GELU])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_tolerances_hold_for_steps_in_parts_and_are_near_their_errors(dtype, act):

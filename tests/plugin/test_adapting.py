@@ -187,6 +187,7 @@ class TestPlain(unittest.TestCase):
 """
 
 
+@pytest.mark.slow
 def test_outcomes_and_reports(pytester, run):
     pytester.makepyfile(expecttest=EXPECTTEST, test_it=SPAWNED)
     result = run("--adapt-torch-tests", "-rs")

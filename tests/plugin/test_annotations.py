@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from mgpu_check.annotations import annotation, wanted
 from tests.plugin.test_markdown import GPUS
 
@@ -67,6 +69,7 @@ def test_where_they_are_written():
         assert wanted(choice, {"GITHUB_ACTIONS": there}) is written
 
 
+@pytest.mark.slow
 def test_each_failure_is_at_the_line_that_it_is_about(run, pytester, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)

@@ -80,6 +80,7 @@ def test_warnings_of_ranks_reach_the_summary_once(run, pytester, parallel):
     result.stdout.no_fnmatch_line("*not wanted*")
 
 
+@pytest.mark.slow
 def test_notes_events_and_targets_of_ranks_reach_hypothesis(run, pytester):
     pytester.makepyfile(
         """

@@ -15,6 +15,7 @@ from mgpu_check.plugin.report import outcomes
 from mgpu_check.plugin.report.terminal import print_table, row_of
 
 
+@pytest.mark.slow
 def test_a_skipped_check_has_no_examples(run):
     result = run(
         *("-v", "--gpus=1", "--simulate", "--gpu-level=quick", "--pyargs", "mgpu_check.suite"),
@@ -86,6 +87,7 @@ LEAVES_OUT = """
 """
 
 
+@pytest.mark.slow
 def test_cases_that_a_check_leaves_out_are_named(run, pytester):
     pytester.makepyfile(LEAVES_OUT)
     pytester.makeconftest(

@@ -148,6 +148,7 @@ def test_a_hang_prints_its_example_and_is_tried_once(run, pytester):
     assert len(pytester.path.joinpath("tries").read_text()) == 2  # once on each rank
 
 
+@pytest.mark.slow
 def test_teardowns_that_fail_late_deaths_and_flaky_failures(run, pytester):
     """The ranks after a teardown that raises are fresh, and a death after a rank's part is an error of that test."""
     pytester.makepyfile(

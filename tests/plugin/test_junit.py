@@ -35,6 +35,7 @@ def comparable(path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_a_case_says_ranks_sizes_seeds_devices_and_how_to_repeat_it(run, pytester, monkeypatch):
     """With workers and without. So does the summary in Markdown."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # where `python` is this one

@@ -26,6 +26,7 @@ def own_directory(pytester, monkeypatch):
     kill_keepers("XDG_RUNTIME_DIR", directory)
 
 
+@pytest.mark.slow
 @pytest.mark.unmeasured
 @pytest.mark.usefixtures("own_directory")
 def test_the_next_run_finds_the_imports(run, pytester):
@@ -53,6 +54,7 @@ def test_an_unsafe_directory_is_wrong_usage(run, pytester, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_measures_every_process_keeps_nothing(run, pytester, monkeypatch):
     monkeypatch.setenv("COVERAGE_PROCESS_START", "nothing")
     pytester.makepyfile("def test_nothing(): pass")

@@ -198,6 +198,7 @@ def test_small_tests_run_side_by_side(pytester, run, shared):
     assert overlaps(shared) == []
 
 
+@pytest.mark.slow
 def test_no_two_tests_have_a_device_at_the_same_time(pytester, run, shared):
     pytester.makepyfile(
         """
@@ -327,6 +328,7 @@ terminal.tell = told
     )
 
 
+@pytest.mark.slow
 def test_ranks_see_entries_of_the_outer_mask_and_no_others(pytester, run, locks, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,GPU-abc")
     pytester.makepyfile(

@@ -188,6 +188,7 @@ FAILING = """
 """
 
 
+@pytest.mark.slow
 def test_tracebacks_have_the_frames_of_the_user(run, pytester):
     pytester.makepyfile(script=SCRIPT, test_it=FAILING)
     shown = run(*GPUS)

@@ -3,6 +3,8 @@ name."""
 
 from __future__ import annotations
 
+import pytest
+
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=30")
 
 TESTS = """
@@ -81,6 +83,7 @@ def test_results_threads_and_finalizers_are_told_as_warnings(run, pytester):
     assert "::test_innocent" not in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_they_are_red_where_warnings_are_errors(run, pytester):
     pytester.makepyfile(TESTS)
     result = run(*GPUS, "-W", "error")

@@ -83,9 +83,8 @@ def test_a_torch_that_cannot_be_imported_ends_the_run(start, pytester):
     assert "no rank can start, because an import fails" in text and "1 failed" in text
 
 
-@pytest.mark.parametrize(
-    "test", ["test_rank", *(pytest.param(test, marks=pytest.mark.slow) for test in ("test_ranks", "test_gpus"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("test", ["test_rank", *(test for test in ("test_ranks", "test_gpus"))])
 def test_a_time_limit_that_ends_during_the_start(start, pytester, test):
     pytest.importorskip("pytest_timeout")
     torch(pytester, "import time; time.sleep(100)")

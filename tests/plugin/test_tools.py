@@ -141,6 +141,7 @@ ORDERED = """
 """
 
 
+@pytest.mark.slow
 def test_selection_and_order(run, pytester):
     pytester.makepyfile(test_it=ORDERED)
 
@@ -159,10 +160,11 @@ def test_selection_and_order(run, pytester):
     again("--nf", "-v").stdout.fnmatch_lines(["test_new.py::test_new PASSED*", "test_it.py::test_a PASSED*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "words"),
     [
-        *(pytest.param(style, words, marks=pytest.mark.slow) for style, words in (("long", "-vv"), ("short", "-q"))),
+        *((style, words) for style, words in (("long", "-vv"), ("short", "-q"))),
         *(("line", "-vv"), ("native", "-q"), ("no", "-vv")),
     ],
 )

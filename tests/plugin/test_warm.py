@@ -56,6 +56,7 @@ FACTS = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_forked_run_finds(pytester, warm, template, monkeypatch):
     pytester.makepyfile(test_it=FACTS)
     monkeypatch.setenv("A_VARIABLE", "text")

@@ -105,6 +105,7 @@ def listeners(said: str) -> list[str]:
     return [".".join(str(b) for b in bytes.fromhex(at)[::-1]) for at, _, number in found if int(number, 16) == port]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("secret", "words"),
     [

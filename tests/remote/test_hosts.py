@@ -82,6 +82,7 @@ def hosts() -> Iterator[tuple[Node, Node]]:
             subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
 
 
+@pytest.mark.slow
 def test_two_hosts(torchrun: Torchrun, hosts: tuple[Node, Node]):
     run = torchrun(TESTS, nodes=hosts).wait()
     assert run.verdicts == {

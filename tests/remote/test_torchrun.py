@@ -214,6 +214,7 @@ def test_after(ranks):
 )
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_named_and_replaced(torchrun: Torchrun):
     run = torchrun(LOST, restarts=1, ranks=2).wait()
     assert run.verdicts == {"test_agent_is_killed": "failed", "test_after": "passed"}, run.output

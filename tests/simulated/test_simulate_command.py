@@ -87,6 +87,7 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
     assert "SIMULATED" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_imports_this_package_first_and_masks_devices_and_an_error(tmp_path):
     script(
         tmp_path,
@@ -241,12 +242,13 @@ def test_a_launcher_of_the_path_starts_pythons_that_are_simulated(tmp_path, monk
     assert "3 GPUs on cpu" in done.stderr and NOT_SIMULATED not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("./train.sh",), marks=pytest.mark.slow),
-        pytest.param(("train.sh",), marks=pytest.mark.slow),
-        pytest.param(("sh", "train.sh"), marks=pytest.mark.slow),
+        ("./train.sh",),
+        ("train.sh",),
+        ("sh", "train.sh"),
         ("python3", "job.py"),
     ],
     ids=" ".join,

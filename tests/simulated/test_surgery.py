@@ -381,6 +381,7 @@ def assert_as_in_torch(program):
 fixed = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @settings(fixed, max_examples=30)
 @given(PROGRAMS)
 def test_module_surgery_is_as_in_torch(program):

@@ -48,6 +48,7 @@ def tensors_in(spec: BatchSpec) -> list[TensorSpec]:
     return [spec] if isinstance(spec, TensorSpec) else []
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, database=None)
 @given(data=st.data(), dim=st.sampled_from((0, 1, 2, -1, -2)), size=st.integers(0, 9))
 def test_every_tensor_has_the_size_along_dim(data: st.DataObject, dim: int, size: int) -> None:

@@ -138,6 +138,7 @@ SPOILED = [
 ]
 
 
+@pytest.mark.slow
 def test_each_wrong_collective_is_seen_and_the_right_gpu_accused(ranks):
     several = Cases((
         *(RepeatedCollective("all_reduce", dtype, 4000, iterations=2) for dtype in ("float32", "float16")),

@@ -111,6 +111,7 @@ def planted(rank: Rank, cases: Sequence[Case]) -> list[str]:
     return raised
 
 
+@pytest.mark.slow
 def test_the_other_ranks_have_left_their_last_collective_when_one_raises(ranks: Ranks) -> None:
     raised = ranks.run(planted, CASES, size=3)
     for case, findings in zip(CASES, zip(*raised, strict=True), strict=True):

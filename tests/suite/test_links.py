@@ -123,6 +123,7 @@ WITH_HOST = [
 ]
 
 
+@pytest.mark.slow
 def test_each_broken_link_is_seen_and_no_other_is_accused():
     with simulated_node(3):
         devices = [torch.device("cuda", index) for index in range(3)]

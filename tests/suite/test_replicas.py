@@ -136,6 +136,7 @@ def _of_all_kinds(rank: Rank) -> list[tuple[str, tuple[int, ...]]]:
     return [_across(rank, kind) for kind in KINDS]
 
 
+@pytest.mark.slow
 def test_equal_ranks_pass_and_the_odd_one_is_named(pool) -> None:
     for (kind, (odd, text)), results in zip(KINDS.items(), zip(*pool.run(_of_all_kinds), strict=True), strict=True):
         assert [ranks for _, ranks in results] == [(index,) if index == odd else () for index in range(4)], kind

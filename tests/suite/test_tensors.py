@@ -16,6 +16,7 @@ from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, VALUES, 
 from mgpu_check.strategies import TensorSpec
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, database=None)
 @given(spec=strategies.tensors(dtypes=(*DTYPES, *COMPLEX_DTYPES), values=VALUES))
 def test_builds_shape_and_dtype_the_same_each_time(spec: TensorSpec) -> None:

@@ -93,6 +93,7 @@ def test_too_few_devices_are_named(run_with: Callable[[int], None]) -> None:
         drawn(strategies.device_pairs(cpu=False))
 
 
+@pytest.mark.slow
 def test_tables_of_operators_have_each_operator_on_each_device(run_with: Callable[[int], None]) -> None:
     run_with(3)
     for table in drawn(strategies.operator_tables(must_raise=True), 30):
@@ -112,7 +113,8 @@ def test_tables_of_operators_have_each_operator_on_each_device(run_with: Callabl
     assert not {case.operator for case in table.cases()} & set(GROUPS["scalars"])
 
 
-@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2, 4, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, *(count for count in (1, 2, 4, 8))])
 def test_splits_cover_the_sizes_that_matter(run_with: Callable[[int], None], count: int) -> None:
     run_with(count)
     found = drawn(strategies.splits(leaves=True))
