@@ -28,7 +28,6 @@ AREAS = {
     "checkpoint": "distributed/checkpoint/[dfopstu_]*",
     "hooks and join": "distributed/algorithms/* distributed/algorithms/ddp_comm_hooks/[_d]*",
     "DataParallel and DDP": "nn/parallel/* nn/modules/_functions",
-    "loading": "utils/data/* utils/data/_utils/*",
     "devices": "cuda/__init__ cuda/streams cuda/random cuda/graphs cuda/memory utils/checkpoint",
 }
 """The files of torch that are mutated, as patterns without their suffix. Optimizers and GradScaler are left out."""

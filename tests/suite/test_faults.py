@@ -111,7 +111,7 @@ def test_planters_change_arguments_and_results_of_a_function(context, result):
 
 def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):
     monkeypatch.setattr(registry, "_faults", {})
-    module, even = "mgpu_check.suite.loading.faults", When("even", lambda self, number: number % 2 == 0)
+    module, even = "mgpu_check.suite.scatter.faults", When("even", lambda self, number: number % 2 == 0)
     second = counted("second call", lambda count: count.later(1))
     register(
         module,
@@ -125,7 +125,7 @@ def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):
     )
     ten, same, later = registry._faults.values()
     assert (ten.name, ten.property, ten.caught_by, ten.condition, ten.least_gpus) == (
-        "ten", "loading", ("test_one",), "even", 2,
+        "ten", "scatter", ("test_one",), "even", 2,
     )  # fmt: skip
     assert (same.caught_by, same.condition, same.least_gpus) == (("test_one", "test_other"), "in words", 1)
     with ten.plant():
@@ -141,7 +141,7 @@ def test_two_faults_of_one_name_are_refused():
 
     with pytest.raises(ValueError, match="'shards-swapped' is registered already"):
         all_faults()
-        shards_swapped.__module__ = "mgpu_check.suite.loading.faults"
+        shards_swapped.__module__ = "mgpu_check.suite.allreduce.faults"
         fault("another")(shards_swapped)
 
 

@@ -53,7 +53,6 @@ class When:
 PROPERTIES = (
     "fixtures",
     "scatter",
-    "loading",
     "allreduce",
     "collectives",
     "gradients",

@@ -1,1 +1,0 @@
-"""Property: samplers and loaders give each sample once."""
