@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mgpu_check.gates.agreement_gate import assert_steps_agree as assert_steps_agree
     from mgpu_check.gates.checkpoint_gate import assert_resume_continues as assert_resume_continues
     from mgpu_check.gates.configuration_space import assert_configurations_agree as assert_configurations_agree
+    from mgpu_check.gates.engines_gate import assert_engines_agree as assert_engines_agree
     from mgpu_check.gates.evaluation_gate import assert_evaluation_agrees as assert_evaluation_agrees
     from mgpu_check.gates.loader_gate import assert_loader_covers as assert_loader_covers
     from mgpu_check.gates.step_gate import assert_metric_scales as assert_metric_scales
@@ -46,6 +47,7 @@ _HOMES = {
     **dict.fromkeys(("Configuration", "assert_steps_agree"), "mgpu_check.gates.agreement_gate"),
     "assert_resume_continues": "mgpu_check.gates.checkpoint_gate",
     "assert_configurations_agree": "mgpu_check.gates.configuration_space",
+    "assert_engines_agree": "mgpu_check.gates.engines_gate",
     "assert_evaluation_agrees": "mgpu_check.gates.evaluation_gate",
     "assert_loader_covers": "mgpu_check.gates.loader_gate",
     **dict.fromkeys(("assert_metric_scales", "assert_step_scales"), "mgpu_check.gates.step_gate"),

@@ -54,7 +54,7 @@ def thin_out(file: int) -> None:
 
 
 _NAME = "mgpu-check-{kind}-{machine}-"
-Kind = Literal["compare", "evaluate", "leases", "ranks", "resume", "suite"]
+Kind = Literal["compare", "engines", "evaluate", "leases", "ranks", "resume", "suite"]
 _LOCKED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _live: weakref.WeakSet[Scratch] = weakref.WeakSet()
