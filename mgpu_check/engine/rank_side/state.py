@@ -658,7 +658,9 @@ class Replaceable:
             return
         for name in sys.modules.keys() - self._known:
             # An import gives a module its specification, which a stub of a test lacks.
-            if "." not in name and name != "__mp_main__" and getattr(sys.modules[name], "__spec__", None) is None:
+            # So does the module of types that Cython's extensions share.
+            expected = "." in name or name == "__mp_main__" or name.startswith("_cython_")
+            if not expected and getattr(sys.modules[name], "__spec__", None) is None:
                 yield name
 
 
