@@ -113,13 +113,14 @@ class RankHang(BaseException):
 
     No ``Exception``, because Hypothesis would run the example again and again to shrink it, each time for the whole
     deadline. ``mistakes`` and ``site`` are those of `ScalingMismatch`, where a gate was at work; ``account`` is that of
-    `RankFailure`.
+    `RankFailure`. ``is_of_reference``: one device did not finish, to which a gate compares ranks.
     """
 
     ranks: tuple[int, ...]
     mistakes: tuple[str, ...] = ()
     site: str = ""
     account: object = None
+    is_of_reference = False
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.errors import RankHang
 from mgpu_check.models import ways
 from mgpu_check.models.application import WAYS, ModelSettings
 from mgpu_check.models.examination import Examination
@@ -48,6 +49,29 @@ def test_a_right_model_is_equal_in_each_way_that_applies(ranks, net):
 def test_context_parallelism_is_equal_where_the_model_takes_positions(ranks):
     result, error = examination(ranks, "Causal").try_way("cp")
     assert (result.status, result.columns["gradients"], error) == ("equal", "equal", None)
+
+
+class SlowAlone:
+    """Ranks of which one by itself does not finish in time."""
+
+    def __init__(self, ranks):
+        self._ranks = ranks
+
+    def __getattr__(self, name):
+        return getattr(self._ranks, name)
+
+    def run(self, fn, *args, size=None, **options):
+        if size == 1:
+            raise RankHang("rank 0 of 1 did not finish step within 60 s", ranks=[0])
+        return self._ranks.run(fn, *args, size=size, **options)
+
+
+def test_one_device_that_does_not_finish_accuses_no_way(ranks):
+    examined = examination(ranks, "Net")
+    examined.ranks = SlowAlone(ranks)
+    result, error = examined.try_way("ddp")
+    assert result.status == "not compared" and isinstance(error, RankHang)
+    assert result.reason == "on one device, rank 0 of 1 did not finish step within 60 s"
 
 
 MISTAKES = [  # model, way, a part of the reason

@@ -127,8 +127,10 @@ class Expectations:
             return together
         try:
             expected: Expected | None = self.ranks.run(measuring, self._program, scenario, *how, self.alone, size=1)[0]
-        except (RankDied, RankHang):
+        except (RankDied, RankHang) as error:
             if self._program.reference is None or not self.alone:
+                if isinstance(error, RankHang):
+                    error.is_of_reference = True
                 raise
             # Parallel code may hang or die at world size 1; with a reference it need not run there.
             self.alone = False
