@@ -192,6 +192,7 @@ def test_a_gpu_whose_driver_hangs_from_the_start_is_named_with_its_finding_in_al
     assert (accusation["severity"], accusation["action"]) == ("isolate", "restart-node")
 
 
+@pytest.mark.slow
 def test_the_line_that_repeats_a_run_selects_the_same_checks(command: Command) -> None:
     given = [*NODE, "--memory=0.5", "--plant=memory-stuck-at-one", "--hypothesis-seed=7", "-p", "no:randomly"]
     given += ["-k", "memory and random", "--deselect=test_links.py", "test_memory.py"]

@@ -144,6 +144,7 @@ def test_a_policy_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_policy(tmp_path / "a.toml")
 
 
+@pytest.mark.slow
 def test_a_policy_decides_on_the_verdict_of_a_run(command: Callable[..., str], tmp_path: Path) -> None:
     policy = tmp_path / "site.toml"
     policy.write_text('[findings]\nMGPU-SRAM-THRESHOLD = "warn"\n')

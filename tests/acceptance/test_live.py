@@ -118,6 +118,7 @@ def test_the_time_left_is_not_guessed_from_one_test_of_many():
         live.pytest_runtest_logfinish(f"test_links.py::test_{n}")
 
 
+@pytest.mark.slow
 def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(tmp_path: Path) -> None:
     tmp_path.joinpath("test_it.py").write_text(
         "from mgpu_check.plugin.report.terminal import LiveLine\n\n"

@@ -244,6 +244,7 @@ def test_an_expression_may_be_the_name_of_a_file(command):
     assert "NOT PROVEN" not in text, "nothing was to be run"
 
 
+@pytest.mark.slow
 def test_selftest_refuses_a_test_that_is_none_of_the_suite(command, tmp_path):
     (tmp_path / "test_mine.py").write_text("def test_of_mine(): pass")
     text = command("selftest", "test_mine.py", code=4)

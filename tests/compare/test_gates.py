@@ -39,6 +39,7 @@ def test_all_that_stands_in_the_way_is_said_at_once(compare, tmp_path):
         assert any(words in remark for remark in outcome.json["remarks"]), words
 
 
+@pytest.mark.slow
 def test_data_parallel_in_one_process(compare):
     outcome = compare(script("data_parallel"), "--simulate", code=0, more=1)
     assert "equal: 2 steps on 2 GPUs of one process train the same 4 parameters" in outcome.text

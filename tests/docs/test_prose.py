@@ -15,6 +15,7 @@ OF_A_PACKAGE, OF_ALL = 20, 15
 """Hard patterns per 10,000 words; pytest-xdist and Hypothesis have about 20."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_a_package_is_plain(package: Path) -> None:
     found = prose_of([package])

@@ -60,6 +60,7 @@ def test_every_collective_of_torch_is_recorded_and_simulated():
     assert set(FLOWS) == {name for name, one in COLLECTIVES.items() if one.sizes == "paired"}
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_in_different_collectives_are_not_waited_for(pool):
     def body(rank):
         x = torch.ones(4, device=rank.device)

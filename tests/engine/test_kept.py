@@ -103,6 +103,7 @@ def ended_now(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_share_a_keeper_and_nothing_else(keeper):
     one, other = pool(), pool()
     try:

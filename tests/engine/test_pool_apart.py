@@ -68,6 +68,7 @@ def test_one_that_hangs_is_ended_and_replaced(pool):
     assert again[0] != first and again[1] == second
 
 
+@pytest.mark.slow
 def test_those_beside_one_that_hangs_get_no_time_of_their_own(pool, monkeypatch):
     finish, granted = World.finish, []
 

@@ -49,7 +49,8 @@ def test_each_collective_has_a_use():
     assert {name.partition(" ")[0] for name in USES} == set(COLLECTIVES)
 
 
-@pytest.mark.parametrize("names", [OFTEN, pytest.param(HERE, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [OFTEN, HERE], ids=["some", "all"])
 def test_right_uses_pass(ranks, names):
     gate(ranks, names, "")
 

@@ -63,6 +63,7 @@ def failed(*case: Any, **options: Any) -> Relations:
     return trial.relations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "placement"),
     [
@@ -80,6 +81,7 @@ def test_a_placement_that_is_declared(ranks, step, placement):
     trials.finish([*trials.completed], {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -206,6 +208,7 @@ LAST: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", LAST)
 def test_what_some_ranks_return(ranks, which):
     options, by = LAST[which]

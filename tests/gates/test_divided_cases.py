@@ -179,6 +179,7 @@ def test_a_copy_that_a_library_divides_passes(ranks: Any, step: Any) -> None:
 
 
 # The states of the optimizer are those of some ranks: to gather them would let these wait.
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_shard_that_is_not_stepped_is_refuted_by_its_values(ranks: Any, copies: bool) -> None:
     failed = failure(ranks, Program(variant(ShardedCopy, copies=copies, wrong=True), build, rows), 2, 4)

@@ -83,6 +83,7 @@ class Captured:
 FEW: dict[str, Any] = {"build": build, "batch": batch, "sizes": 4, "max_examples": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_view", [False, True])
 def test_a_captured_step_passes(ranks, as_view):
     assert_step_scales(ranks, variant(Captured, as_view=as_view), reference=eager, **FEW)

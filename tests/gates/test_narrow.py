@@ -117,7 +117,8 @@ class Compressed(Plain):
             parameter.grad.copy_(message)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_rounding_of_each_part_of_a_sum_is_granted(ranks, dtype):
     cases = [Scenario(4, 9, seed=seed) for seed in range(6)]
     assert failures(ranks, Program(variant(Compressed, dtype=dtype), build, regression), *cases) == []

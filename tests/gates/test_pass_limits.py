@@ -153,6 +153,7 @@ def test_with_a_reference(ranks):
 """
 
 
+@pytest.mark.slow
 def test_the_summary_and_the_report_say_it(run, pytester):
     pytester.makepyfile(PROGRAM)
     result = run("--gpus=2", "--simulate", "--junitxml=out.xml")

@@ -105,6 +105,7 @@ def reads_without_waiting(model, batch, rank):
         parameter.grad = total / rank.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "text"), [(forgets_one_wait, "# read before"), (reads_without_waiting, "# never waited")]
 )

@@ -87,6 +87,7 @@ class Cleared(ByHand):
         self.optimizer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [Drifting, DriftingState, ByHand])
 @pytest.mark.parametrize("build", [build, narrow])
 def test_drift_within_the_tolerance(ranks, step, build):

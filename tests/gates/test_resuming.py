@@ -90,6 +90,7 @@ def test_a_single_step_leaves_no_room_for_a_second_interruption(ranks):
     assert_resume_continues(ranks, counted(keeps=False, returned=False), steps=1)
 
 
+@pytest.mark.slow
 def test_random_numbers(ranks):
     text = refuted(ranks, training("rng", dropout=0.5), "state-not-restored", match="does not continue")
     assert "right after loading, on no rank as saved: random numbers of torch" in text

@@ -197,6 +197,7 @@ def by_torch(way: str) -> Callable[..., dict[str, Any]]:
 SIZES = {"rank 0": [1, 2, 3, 4], "full": [1, 2, 3, 4], "sharded": [1, 2, 3, 4], "FSDP1": [2, 3]}
 
 
+@pytest.mark.slow
 def test_a_mesh_may_save_and_other_ranks_load(ranks: RanksFixture) -> None:
     assert_resume_continues(ranks, by_torch("sharded"), save_on={"dp": 2}, load_on=[3])
 

@@ -190,6 +190,7 @@ def test_not_a_number_on_one_device(ranks):
         passes(ranks, step, **ONE)
 
 
+@pytest.mark.slow
 def test_random_numbers_that_do_not_repeat(ranks):
     def step(model, batch, rank):
         torch.rand(int.from_bytes(os.urandom(1), "little") if rank.size > 1 else 1)

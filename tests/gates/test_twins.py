@@ -54,6 +54,7 @@ def test_no_rule_finds_a_mistake_in_a_right_twin(ranks, name):
 STEPS = [page.stem for page in pages() if gate_of(page.stem) == "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", weekly(STEPS))
 def test_no_rule_finds_a_mistake_in_the_right_program_of_a_page(ranks, name):
     page, _ = program_of(name, "right")

@@ -11,6 +11,7 @@ from torch.distributed import _functional_collectives as functional
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=30")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [(), ("-n1",)], ids=["one process", "xdist"])
 def test_warnings_of_ranks_reach_the_summary_once(run, pytester, parallel):
     pytester.makepyfile(

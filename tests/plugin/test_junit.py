@@ -82,6 +82,7 @@ def test_a_case_says_ranks_sizes_seeds_devices_and_how_to_repeat_it(run, pyteste
     assert (failure.text or "").splitlines()[-1] == told["test_fails"]["replay"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [(), ("-n1",)], ids=["one process", "xdist"])
 def test_a_rank_that_dies_while_idle_fails_the_run_and_no_innocent_test(run, pytester, parallel):
     pytester.makepyfile(

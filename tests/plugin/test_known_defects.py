@@ -98,6 +98,7 @@ def test_another_version_of_torch_knows_nothing(monkeypatch):
         assert not is_known(NAME, failed=True, **STRIKES)
 
 
+@pytest.mark.slow
 def test_a_run_counts_what_is_known_apart(run, pytester):
     pytester.makepyfile(
         f"""

@@ -125,6 +125,7 @@ def overlaps(journal: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_a_test_has_as_many_devices_as_it_needs_and_ranks_outside_of_a_test_have_some_too(pytester, run, shared):
     pytester.makepyfile(
         test_inside="""
@@ -224,6 +225,7 @@ def test_no_two_tests_have_a_device_at_the_same_time(pytester, run, shared):
     assert overlaps(shared) == []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_gives_its_devices_back(pytester, run, shared):
     pytester.makepyfile(
         """

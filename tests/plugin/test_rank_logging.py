@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=30")
 
 TESTS = """
@@ -66,6 +68,7 @@ def test_logs_of_ranks(run, pytester):
         result.stdout.no_fnmatch_line(line)
 
 
+@pytest.mark.slow
 def test_the_level_of_an_ini_file_and_a_run_without_the_plugin(run, pytester):
     pytester.makeini("[pytest]\nlog_level = DEBUG")
     pytester.makepyfile(TESTS)

@@ -185,6 +185,7 @@ def test_options_that_decide_what_a_test_does_are_repeated(run, pytester, monkey
     assert "HELPER" in output
 
 
+@pytest.mark.slow
 def test_another_ini_file_nearer_to_the_test_is_not_taken(run, pytester):
     """It was not when the run was called with several directories; with one node id, it would be."""
     below = pytester.mkdir("below")

@@ -76,6 +76,7 @@ def torch(pytester, source):
     (pytester.path / "torch" / "__init__.py").write_text(source)
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_be_imported_ends_the_run(start, pytester):
     torch(pytester, "raise ImportError('libcudart.so: cannot open shared object file')")
     code, text = start("pytest", *GPUS)

@@ -100,6 +100,7 @@ def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path, launched_by: Lau
     assert run.codes == [4, 0]
 
 
+@pytest.mark.slow
 def test_agents_that_do_not_come_and_those_with_another_key_are_named(tmp_path: Path, launched_by: LaunchedBy):
     first, second, _ = of_classic_variables(free_port(), size=3)
     variables = [first, {**second, KEY_FILE: str(tmp_path / "another")}]

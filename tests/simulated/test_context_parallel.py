@@ -86,7 +86,8 @@ def in_a_ring(rank, size):
     return {case: error for case, error in errors.items() if error > 1}, len(errors)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_ring_attention_gives_what_one_device_gives(on_ranks, size):
     assert on_ranks(in_a_ring, size=size) == [({}, 18 if size == 2 else 6)] * size
 
