@@ -69,7 +69,8 @@ def assert_engines_agree(
 
     Args:
         ranks: the fixture.
-        trainer, engine: functions that make the two sides on a rank. Seeds are the same on all ranks.
+        trainer: makes the trainer on a rank. Seeds are the same on all ranks.
+        engine: makes the engine on a rank.
         synchronize: copies the weights of the trainer to the engine.
         prompts: the size of the vocabulary, for drawn prompts of 12, 7 and 10 tokens; or a function that returns a list
             of prompts, each a 1-D int64 tensor.

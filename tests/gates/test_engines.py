@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from mgpu_check import Rank, ScalingMismatch, assert_engines_agree
 from tests.gates.engine_sides import VOCABULARY, Engine, synchronize, trainer
@@ -99,16 +100,6 @@ def copied(trainer: Routed, engine: Routed, rank: Rank) -> None:
     engine.model.load_state_dict(trainer.model.state_dict())
 
 
-@pytest.mark.slow
-def test_experts(ranks):
-    moved = functools.partial(routed, moved=2)
-    assert_engines_agree(ranks, routed, routed, copied, prompts=VOCABULARY)
-    match = r"the engine routes 6 of 29 tokens to other experts than the trainer: first in layer 1, at position 0 of prompt 1"
-    with pytest.raises(ScalingMismatch, match=match):
-        assert_engines_agree(ranks, routed, moved, copied, prompts=VOCABULARY, routing=0.1)
-    assert_engines_agree(ranks, routed, moved, copied, prompts=VOCABULARY, routing=0.3)
-
-
 class Opaque:
     """An engine that shows no tensors."""
 
@@ -118,6 +109,48 @@ class Opaque:
 
     def log_probabilities(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.engine.log_probabilities(tokens)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+class Trained(Routed):
+    """A trainer that changes its weights by a step of its own."""
+
+    def __init__(self, rank: Rank, rate: float = 0.1) -> None:
+        super().__init__(trainer(rank, sharded=False))
+        self.tokens = torch.arange(8, device=rank.device)[None]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
+
+    def step(self) -> None:
+        F.cross_entropy(self.model(self.tokens)[0, :-1], self.tokens[0, 1:]).backward()
+        self.optimizer.step()
+
+
+class Copying(Routed):
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in super().tensors().items()}
+
+
+def copying(rank: Rank) -> Copying:
+    return Copying(trainer(rank, sharded=False))
+
+
+def test_a_step_of_the_trainer(ranks):
+    assert_engines_agree(ranks, Trained, routed, copied, prompts=VOCABULARY)
+    still = functools.partial(Trained, rate=0.0)
+    for side, match in (still, r"its step\(\) changes none of them"), (copying, r"its tensors\(\) returns copies"):
+        with pytest.raises(ValueError, match=f"the weights of the trainer stay as they are: {match}"):
+            assert_engines_agree(ranks, side, routed, copied, prompts=VOCABULARY)
+    with pytest.raises(ValueError, match=r"the trainer has neither tensors\(\) nor step\(\)"):
+        assert_engines_agree(ranks, Opaque, routed, copied, prompts=VOCABULARY)
+
+
+@pytest.mark.slow
+def test_experts(ranks):
+    moved = functools.partial(routed, moved=2)
+    assert_engines_agree(ranks, routed, routed, copied, prompts=VOCABULARY)
+    match = r"the engine routes 6 of 29 tokens to other experts than the trainer: first in layer 1, at position 0 of prompt 1"
+    with pytest.raises(ScalingMismatch, match=match):
+        assert_engines_agree(ranks, routed, moved, copied, prompts=VOCABULARY, routing=0.1)
+    assert_engines_agree(ranks, routed, moved, copied, prompts=VOCABULARY, routing=0.3)
 
 
 @pytest.mark.slow

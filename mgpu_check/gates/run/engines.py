@@ -89,7 +89,7 @@ class Side:
         return next((name for name in ("cache", "past_key_values") if name in self.parameters), "")
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank by name, those of a storage only once; empty if the side has none."""
+        """Return the tensors of this rank by name; of a DTensor, its local part. Empty if the side shows none."""
         if self.is_module:
             named = self.owner.state_dict()
         elif hasattr(self.owner, "tensors"):
@@ -155,15 +155,20 @@ class Side:
 
     def step(self) -> None:
         """Change the weights of the trainer: by its method `step`, or in place."""
-        before = {name: plain_copy(tensor) for name, tensor in self.tensors().items()}
-        if callable(getattr(self.owner, "step", None)):
-            self.owner.step()
+        before = _copies(self.tensors())
+        own = getattr(self.owner, "step", None)
+        if not before and own is None:
+            raise Unusable(f"the {self.label} has neither tensors() nor step(), so its weights cannot be changed")
+        if own is not None:
+            with torch.enable_grad():
+                own()
         else:
             change(self.tensors(), self.label)
         if before and all(torch.equal(plain_copy(tensor), before[name]) for name, tensor in self.tensors().items()):
+            reason = "its step() changes none of them" if own is not None else "its tensors() returns copies"
             raise Unusable(
-                f"tensors() of the {self.label} returns copies, so its weights cannot be changed in place; return the "
-                f"tensors themselves, or give the {self.label} a method step() that changes its weights"
+                f"the weights of the {self.label} stay as they are: {reason}; return the tensors that compute, and let "
+                "step() change them, if there is one"
             )
 
 
