@@ -446,11 +446,13 @@ _SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)  # the rows that set the size of
 
 _DEVICES = _Fit(r"(n_?|num_)?(devices|gpus)", "{W}", "{} is the number of ranks", integer=True)
 _ROWS = (
-    _Fit(r"(n_?|num_|max_)?epochs?", "1", "one epoch has two optimizer steps"),
+    _Fit(r"(n_?|num_|max_|total_)?epochs?", "1", "one epoch has two optimizer steps"),
     _Fit(r"(n_?|num_)?(data_?|loader_)?(num_)?workers?|n_?j|dataloader_num_workers", "0", "loading needs no workers"),
     _Fit(r"(random_?|manual_?)?seed", "1", "one device and all ranks start from one seed"),
     _DEVICES,
 )
+
+_OTHER = _Fit("", "1", "{} is 1: the script needs an integer")  # for a positional argument that no row fits
 
 
 def main(argv: Sequence[str]) -> int:
@@ -470,6 +472,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--gpus", type=_gpus, default=2, metavar="N", help="simulated GPUs of the run (default: 2)")
     parser.add_argument("--output", type=Path, default=Path("tests/test_scaling.py"), metavar="FILE", help="the test")
+    parser.add_argument("--simulate", action="store_true", help="as it always does: the run needs no GPU")
     parser.add_argument("--no-run", action="store_true", help="write the test, and do not run it")
     at = list(argv).index("--") if "--" in argv else len(argv)
     own, program = list(argv[:at]), list(argv[at + 1 :])
@@ -602,6 +605,12 @@ def fitted_arguments(entry: TrainingScript, user_arguments: Sequence[str]) -> tu
     for option, row in fits:
         if not option.is_in(user_arguments) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
+            assumed.append(row.assumes.format(option.name))
+    positional = [option for option in entry.required if not option.name.startswith("-")]
+    if all(option.integer for option in positional) and all(word.startswith("-") for word in user_arguments):
+        for option in positional:
+            row = next((row for fitted, row in fits if fitted == option), _OTHER)
+            words.append(row.value)
             assumed.append(row.assumes.format(option.name))
     devices = next((option.name for option, row in fits if row is _DEVICES), "")
     strategies = [word for word in (*words, *(option.name for option in entry.options)) if ".strategy" in word]

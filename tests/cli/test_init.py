@@ -203,6 +203,11 @@ def test_the_current_directory_installs_nothing(repository, tmp_path, monkeypatc
             ["--bs={8/W}"],
         ),
         (options('"--accum"') + "args.accum //= world_size\n", ["--accum=8"]),
+        (
+            options('"total_epochs", type=int', '"save_every", type=int', '"--batch_size"'),
+            ["--batch_size={8/W}", "1", "1"],
+        ),
+        (options('"epochs", type=int', '"path"', '"--bs"'), ["--bs={8/W}"]),  # "1 data" would be a guess
         (options('"--devices", type=int', '"--gpus"', '"--seed"'), ["--seed=1", "--devices={W}"]),
     ],
 )
