@@ -302,7 +302,9 @@ class _Answers:
                     and not self._parted()
                 ):
                     yield "experts: only one side says them"
-                if missing := [layout for layout in LAYOUTS if layout not in tried]:
+                # Only engines have caches.
+                expected = [layout for layout in LAYOUTS if layout != "in pieces" or label == "engine"]
+                if missing := [layout for layout in expected if layout not in tried]:
                     yield f"prompts {', '.join(missing)}: log_probabilities of the {label} does not take them"
 
     def _outputs(self, label: str, version: str = "new") -> list[_Output]:
