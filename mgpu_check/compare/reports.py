@@ -43,7 +43,8 @@ def no_steps(run: ScriptRun, silent: Sequence[ProcessResult]) -> Report:
     """Return the report of a run in which the processes `silent` ended without an optimizer step."""
     location = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [
-        "if the script ended with its own message, follow it: the script must also train on one device",
+        "if the script ended with its own message, follow it: the script must also train on one device; one that needs "
+        "several can be compared with itself, such as --a='--tp=1' --b='--tp=2'",
         "train in the script's own process, with an optimizer of torch.optim or a subclass of torch.optim.Optimizer",
     ]
     loads = silent[0].trace.of("load") if silent[0].trace else []
