@@ -80,12 +80,8 @@ class _Trainer:
         self.training, self.options, self.foreach = training, dict(training.setting), foreach
         self.model, self.called, self.steps = model, called, 0
         self.optimizer = optimizer_of(called.parameters(), self.options, foreach)
-        self.averages = [value.detach().clone() for value in self._trained()] if "averages" in self.options else []
         if "compile" in self.options:
             self.called = torch.compile(called, backend="aot_eager")
-
-    def _trained(self) -> list[torch.Tensor]:
-        return [parameter for parameter in self.called.parameters() if parameter.requires_grad]
 
     def train(self, rows: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
         """Train on the rows of this rank; return the mean loss before and after the step."""
@@ -95,9 +91,7 @@ class _Trainer:
         self.model.eval()
         self.called.eval()
         with torch.no_grad():
-            self._swap_averages()
             evaluation = self.evaluate(rows, device)
-            self._swap_averages()
         self.model.train()
         self.called.train()
         return {"loss": loss, "evaluation": evaluation.detach()}
@@ -110,16 +104,8 @@ class _Trainer:
             own = getattr(self.called, "clip_grad_norm_", None)  # of FullyShardedDataParallel
             own(0.1) if own else nn.utils.clip_grad_norm_(self.called.parameters(), 0.1, foreach=self.foreach)
         self.optimizer.step()
-        for average, parameter in zip(self.averages, self._trained(), strict=False):
-            average.lerp_(parameter.detach(), 0.5)
         self.steps += 1
         return loss
-
-    def _swap_averages(self) -> None:
-        for average, parameter in zip(self.averages, self._trained(), strict=False):
-            kept = parameter.clone()
-            parameter.copy_(average)
-            average.copy_(kept)
 
     def evaluate(self, rows: Mapping[str, Any], device: torch.device) -> torch.Tensor:
         with autocast(device, self.options):

@@ -53,7 +53,6 @@ OPTIONS: tuple[Option, ...] = (
     Option("optimizer", ("ZeRO",), ("ddp",)),
     Option("clipping", ("norm 0.1",), _WHOLE),
     Option("frozen", ("every second block", "embeddings")),
-    Option("averages", ("EMA of parameters, evaluated",)),
     Option("adapters", ("LoRA",), _WHOLE),  # a plan of transformers loads the model anew, without them
     Option("batch norm", ("SyncBatchNorm",), ("ddp", "fsdp2", "hsdp")),
     Option("state", ("saved and loaded before step 2",), ("ddp", "fsdp2", "hsdp", "fsdp1")),
