@@ -113,7 +113,7 @@ class RankHang(BaseException):
 
     No ``Exception``, because Hypothesis would run the example again and again to shrink it, each time for the whole
     deadline. ``mistakes`` and ``site`` are those of `ScalingMismatch`, where a gate was at work; ``account`` is that of
-    `RankFailure`. ``is_of_reference``: one device did not finish, to which a gate compares ranks.
+    `RankFailure`. ``is_of_reference``: the device that did not finish runs the reference of a gate.
     """
 
     ranks: tuple[int, ...]

@@ -228,7 +228,7 @@ class OnRanks:
     def case(self, scenario: Scenario) -> Scenario:
         return replace(scenario, world_size=self.world[0], mesh=self.world[1])
 
-    def run(self, scenario: Scenario, how: Variation | None = None, number: int = 0) -> list[ObservedRun]:
+    def run(self, scenario: Scenario, how: Variation | None = None) -> list[ObservedRun]:
         case = self.case(scenario)
 
         def run() -> list[ObservedRun]:
@@ -237,7 +237,7 @@ class OnRanks:
             varied_runs = self.trials.ranks.run(run_varied, self.trials.program, case, how, size=case.world_size)
             return self.trials.assembled(case, varied_runs)[:1]  # only the results of rank 0 are measured
 
-        return _kept(self._runs, (key_of(case), how, number), run)
+        return _kept(self._runs, (key_of(case), how), run)
 
     def expected(self, scenario: Scenario, deep: bool, effort: Effort) -> Expected:
         """Return the results that another configuration must give."""

@@ -110,8 +110,13 @@ class Engine:
             named = {name: value.bfloat16().float() for name, value in named.items()}
         if fault == "wrong shard":
             index = 0
-        rows = lambda name: named[name].chunk(self.rank.size)[index]  # noqa: E731
-        columns = lambda name: named[name].chunk(self.rank.size, dim=1)[index]  # noqa: E731
+
+        def rows(name: str) -> torch.Tensor:
+            return named[name].chunk(self.rank.size)[index]
+
+        def columns(name: str) -> torch.Tensor:
+            return named[name].chunk(self.rank.size, dim=1)[index]
+
         new = {"words": named["words.weight"], "places": named["places.weight"], "scale": named["scale"]}
         for layer in range(LAYERS):
             of = f"layers.{LAYERS - 1 if fault == 'other layer' else layer}."

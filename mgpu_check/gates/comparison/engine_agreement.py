@@ -63,7 +63,7 @@ class _Weights:
     """The engine's tensors, each row of which is looked up among the rows of the trainer's tensors."""
 
     def __init__(self, engines: Engines, names: Mapping[str, Sequence[str]], saved: Sequence[Mapping[str, Any]]):
-        self.unjudged, self.saved = engines.unjudged, saved
+        self.judges, self.saved = engines.judges, saved
         self.trained = {version: [own[version].get("trainer", {}) for own in saved] for version in ("old", "new")}
         self.of_trainer = list(dict.fromkeys(name for tensors in self.trained["new"] for name in tensors))
         self.sources: dict[tuple[int, str], list[frozenset[str]]] = {}
@@ -169,7 +169,7 @@ class _Weights:
     def _synchronized(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         for rank, own in enumerate(self.saved):
             for name, tensor in own["new"].get("engine", {}).items():
-                if tensor.numel() and not any(fnmatchcase(name, pattern) for pattern in self.unjudged):
+                if tensor.numel() and self.judges(name):
                     yield rank, name, tensor
 
     def _sources(self, version: str, tensor: torch.Tensor, through: torch.dtype) -> list[frozenset[str]]:

@@ -61,6 +61,10 @@ class Engines:
     routing: float  # share of the tokens that may go to other experts
     dtype: torch.dtype | None  # of an engine without tensors, if it is narrower than the trainer's
 
+    def judges(self, name: str) -> bool:
+        """Return whether a tensor of the engine, by its name, must be synchronized."""
+        return not any(fnmatchcase(name, pattern) for pattern in self.unjudged)
+
 
 class Side:
     """The trainer or the engine on this rank, as a module, or as an object with `log_probabilities`."""
@@ -195,7 +199,8 @@ def exercise(engines: Engines, directory: Path, rank: Rank) -> None:
     with torch.no_grad(), full_precision():
         for version in ("old", "new"):
             if version == "old":
-                change(_judged(engines, engine.tensors()), "engine")
+                judged = {name: tensor for name, tensor in engine.tensors().items() if engines.judges(name)}
+                change(judged, "engine")
                 saved["filled"] = _copies(engine.tensors())
             if trainer.owner is not None:
                 trainer.step()
@@ -225,14 +230,6 @@ def _prompts(engines: Engines) -> list[torch.Tensor]:
     prompts = [torch.randint(engines.prompts, (length,), generator=generator) for length in _LENGTHS]
     prompts[-1][:_COMMON] = prompts[0][:_COMMON]
     return prompts
-
-
-def _judged(engines: Engines, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not any(fnmatchcase(name, pattern) for pattern in engines.unjudged)
-    }
 
 
 def _alone(side: Side, prompts: Sequence[torch.Tensor]) -> list[Answers]:
@@ -269,11 +266,8 @@ def _in_layouts(side: Side, prompts: Sequence[torch.Tensor]) -> dict[str, list[A
     """
     answers = {}
     for layout in side.layouts:
-        if layout == "again":
-            answers[layout] = [{OUTPUT: output} for output in _each(side, prompts)]
-        elif layout == "in pieces":
-            halves = [[len(prompt) // 2, len(prompt) - len(prompt) // 2] for prompt in prompts]
-            answers[layout] = [{OUTPUT: output} for output in _each(side, prompts, halves)]
+        if layout in ("again", "in pieces"):
+            answers[layout] = [{OUTPUT: output} for output in _each(side, prompts, halved=layout == "in pieces")]
         else:
             edge = layout.removeprefix("padded ")
             answers[layout] = _padded(side, prompts, edge, masked=True)
@@ -281,9 +275,10 @@ def _in_layouts(side: Side, prompts: Sequence[torch.Tensor]) -> dict[str, list[A
     return answers
 
 
-def _each(side: Side, prompts: Sequence[torch.Tensor], pieces: Sequence[Sequence[int]] = ()) -> Iterator[torch.Tensor]:
-    for number, prompt in enumerate(prompts):
-        output = side.log_probabilities(prompt[None], pieces=pieces[number] if pieces else ())
+def _each(side: Side, prompts: Sequence[torch.Tensor], *, halved: bool) -> Iterator[torch.Tensor]:
+    for prompt in prompts:
+        half = len(prompt) // 2
+        output = side.log_probabilities(prompt[None], pieces=(half, len(prompt) - half) if halved else ())
         if output is not None:
             yield output[0]
 
@@ -322,13 +317,13 @@ def _tolerances(
     # A narrow dtype is not linear over several roundoffs: perturb by one there, and scale what that moves.
     is_narrow = narrow is not None or roundoff_of(side.tensors()) >= unit_roundoff(torch.float16)
     spread = 1.0 if is_narrow else quantile
-    runs = []
+    kept, runs = _copies(side.tensors()), []
     for pair in range(PAIRS):
         for sign in (1, -1):
             generator = torch.Generator().manual_seed(_SEED + pair)
-            kept = _copies(side.tensors())
             autocast = torch.autocast(side.device.type, narrow or torch.bfloat16, enabled=narrow is not None)
             with autocast, Perturbed(sign * spread, generator, unit_roundoff(torch.float64), counts=True):
+                # Asked for anew: the root of `fully_shard` stays gathered after a call, until its state_dict is taken.
                 for tensor in side.tensors().values():
                     if tensor.is_floating_point():
                         tensor.copy_(tensor.clone())
