@@ -349,7 +349,14 @@ class Node:
                 self._hung.add(check)
             has_failed = any(entry.outcome == "failed" for entry in trouble.observations)
             if (has_failed or isinstance(error, StartupFailure | RankHang)) and not self._probing:
-                self._probe(check)
+                # An error in a group does not name the GPU at fault, so ask the GPUs one at a time.
+                self._probing = True
+                limit = min(_PROBE * slowdown(), seconds_for_a_call())
+                try:
+                    for number in self.numbers:
+                        self.on_ranks(check, answers, check, gpus=[number], timeout=limit)
+                finally:
+                    self._probing = False
             return []
         alone = repeatable.host is not None
         hosts = [repeatable.host or 0] * len(results) if alone else [self.gpus[number].host for number in gpus]
@@ -368,16 +375,6 @@ class Node:
             finally:
                 self._controlling = False
         return translated
-
-    def _probe(self, check: str) -> None:
-        """Find the GPUs that still answer, one at a time: an error in a group does not name the GPU at fault."""
-        self._probing = True
-        limit = min(_PROBE * slowdown(), seconds_for_a_call())
-        try:
-            for number in self.numbers:
-                self.on_ranks(check, answers, check, gpus=[number], timeout=limit)
-        finally:
-            self._probing = False
 
 
 def _translated(result: Any, gpus: Sequence[int], host: int) -> Any:

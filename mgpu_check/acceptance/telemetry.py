@@ -88,7 +88,11 @@ class Watch:
         snapshot = self._sampler.snapshot(_PATIENCE, full=full)
         for host, gpus in self._of.items():
             if full or self.now() - self._visited[host] >= _EVERY:
-                snapshot = _joined(snapshot, self._looked(host, gpus, full))
+                # Its `absent` does not count, because it is of one host only.
+                addition = self._looked(host, gpus, full)
+                maps = ("facts", "counters", "gauges", "unknown", "missing", "identity")
+                joined: dict[str, Any] = {name: {**getattr(snapshot, name), **getattr(addition, name)} for name in maps}
+                snapshot = replace(snapshot, **joined)
         self._answering = set(snapshot.facts)
         return snapshot
 
@@ -154,10 +158,3 @@ def busy_and_listening(rank: Rank, seconds: float, guests: Mapping[int, tuple[An
         return visit(gpus, simulated, interval, meanwhile=lambda: keep_busy(rank, seconds))
     keep_busy(rank, seconds)
     return None
-
-
-def _joined(base: Snapshot, addition: Snapshot) -> Snapshot:
-    """Return the telemetry of the hosts of both; `addition` is of one host only, so its `absent` does not count."""
-    maps = ("facts", "counters", "gauges", "unknown", "missing", "identity")
-    joined: dict[str, Any] = {name: {**getattr(base, name), **getattr(addition, name)} for name in maps}
-    return replace(base, **joined)

@@ -144,7 +144,12 @@ def main(argv: Sequence[str]) -> int:
         return WRONG_USAGE
     typed = arguments = in_pytests_words(arguments)
     if "=".join(_LIST) in arguments or _LIST in itertools.pairwise(arguments):
-        return _list_faults()
+        from mgpu_check.acceptance.faults import all_hardware_faults
+
+        for name, fault in sorted(all_hardware_faults().items()):
+            parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())
+            print(f"{name}{':' if parameters else ''}{parameters}\n    {fault.summary}")
+        return RIGHT
     arguments = at_standard(on_all_gpus(arguments))
     if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
         # One seed repeats the whole run. It goes first: options of the user may end with "--".
@@ -178,15 +183,6 @@ class _Ending:
         self.broken = excinfo.type is not KeyboardInterrupt
         # pytest's own Interrupted, a KeyboardInterrupt, comes here, too: _pytest/main.py, wrap_session, pytest 9.2.
         self.interrupted = excinfo.type is KeyboardInterrupt
-
-
-def _list_faults() -> int:
-    from mgpu_check.acceptance.faults import all_hardware_faults
-
-    for name, fault in sorted(all_hardware_faults().items()):
-        parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())
-        print(f"{name}{':' if parameters else ''}{parameters}\n    {fault.summary}")
-    return RIGHT
 
 
 def _remove_old_verdict(arguments: Sequence[str]) -> None:

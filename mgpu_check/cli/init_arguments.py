@@ -191,7 +191,16 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("click").Command.main = _parse_by_click
     try:
-        _run(sys.argv[1:])
+        words = sys.argv[1:]
+        if words[0] == "-m":
+            sys.argv[:] = words[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            path = words[0] if Path(words[0]).exists() else shutil.which(words[0]) or words[0]
+            sys.argv[:] = [path, *words[1:]]
+            sys.path.insert(0, str(Path(path).resolve().parent))
+            runpy.run_path(path, run_name="__main__")
     except SystemExit:  # of a parser
         if not _arguments:
             raise
@@ -226,18 +235,6 @@ def _parsing(original: Callable[..., Any], last: bool) -> Callable[..., Any]:
 def _parse_by_click(command: Any, *_: object, **__: object) -> NoReturn:
     _arguments.update((argument.name, argument) for argument in _of_click(command))
     _end()
-
-
-def _run(words: list[str]) -> None:
-    if words[0] == "-m":
-        sys.argv[:] = words[1:]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        path = words[0] if Path(words[0]).exists() else shutil.which(words[0]) or words[0]
-        sys.argv[:] = [path, *words[1:]]
-        sys.path.insert(0, str(Path(path).resolve().parent))
-        runpy.run_path(path, run_name="__main__")
 
 
 def _of_argparse(parser: argparse.ArgumentParser) -> Iterator[ScriptArgument]:

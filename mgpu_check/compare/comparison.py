@@ -108,7 +108,9 @@ def compare(plan: ComparisonPlan, tell: Tell) -> ScriptComparison:
             if verdict.inputs_differ and comparison.assembly is not None:
                 verdict = _replay(comparison, tell, tapes, verdict)
         except KeyboardInterrupt:
-            tell(_so_far(comparison))
+            aligned = comparison.aligned
+            known = "one device and ranks were not compared" if aligned is None else unconfirmed(aligned)
+            tell(f"no verdict: interrupted in run {len(comparison.runs) + 1}; {known}")
             raise
     runs = comparison.runs
     remarks = [*verdict.report.remarks, *_also(comparison, verdict), *_led(runs), *crashes_at_exit(runs)]
@@ -121,13 +123,6 @@ def compare(plan: ComparisonPlan, tell: Tell) -> ScriptComparison:
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     comparison.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return comparison
-
-
-def _so_far(comparison: ScriptComparison) -> str:
-    """Describe an interrupted comparison: what its runs show, which no verdict has confirmed."""
-    aligned = comparison.aligned
-    known = "one device and ranks were not compared" if aligned is None else unconfirmed(aligned)
-    return f"no verdict: interrupted in run {len(comparison.runs) + 1}; {known}"
 
 
 def _replay(

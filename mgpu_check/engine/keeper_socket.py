@@ -203,7 +203,20 @@ class KeptServer:
                     self._end(-signal.SIGKILL)
                     break
                 raise subprocess.TimeoutExpired("the fork server", timeout)
-            self._hear()
+            try:
+                data = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
+            except ConnectionResetError:
+                data = b""
+            if len(data) < NUMBER.size:  # the keeper was killed and the exit code is lost, so expect the worst
+                if self._forked:
+                    kill([self._pid])
+                else:
+                    self.end_of_keeper = _end_with(self._log)
+                self._end(-signal.SIGKILL)
+            elif self._forked:
+                self._end(NUMBER.unpack(data)[0])
+            else:
+                self._forked, self._pid = True, NUMBER.unpack(data)[0]
         assert self.returncode is not None
         return self.returncode
 
@@ -218,22 +231,6 @@ class KeptServer:
             self._killed = True
         elif self.returncode is None:  # the keeper still imports: the fork server will find its socket closed, and end
             self._end(-signal.SIGKILL)
-
-    def _hear(self) -> None:
-        try:
-            data = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
-        except ConnectionResetError:
-            data = b""
-        if len(data) < NUMBER.size:  # the keeper was killed and the exit code is lost, so expect the worst
-            if self._forked:
-                kill([self._pid])
-            else:
-                self.end_of_keeper = _end_with(self._log)
-            self._end(-signal.SIGKILL)
-        elif self._forked:
-            self._end(NUMBER.unpack(data)[0])
-        else:
-            self._forked, self._pid = True, NUMBER.unpack(data)[0]
 
     def _end(self, code: int) -> None:
         self.returncode = code

@@ -196,7 +196,11 @@ class Pauses:
         if len(self._paused) == len(self._processes):
             self.failure = self._difference()
         if self.failure is None:
-            self._resume()
+            for rank in self._paused:
+                with contextlib.suppress(OSError):  # it has ended, which the end of its connection shows
+                    self._processes[rank].connection.send(_RESUME)
+            self._paused.clear()
+            self._seen.clear()
         return self.failure is None
 
     def look(self, waiting: Collection[int]) -> bool:
@@ -227,13 +231,6 @@ class Pauses:
         others = {rank: process for rank, process in self._processes.items() if rank not in waiting}
         finished = {rank: process.record() for rank, process in others.items() if process.on_this_host}
         return bool(deadlocked({**still, **finished}, finished, len(self._processes)))
-
-    def _resume(self) -> None:
-        for rank in self._paused:
-            with contextlib.suppress(OSError):  # it has ended, which the end of its connection shows
-                self._processes[rank].connection.send(_RESUME)
-        self._paused.clear()
-        self._seen.clear()
 
     def _difference(self) -> RankFailure | None:
         """Return the error if ranks that have done the same part differ in their calls; None if they agree."""

@@ -85,7 +85,13 @@ class Examination:
             return result, None
         if result.status == "equal":
             self.bases[name] = ()
-            self._measure(way, result)
+            # The costs of a step are unknown if it fails by then.
+            for trained, row in ((ONE_DEVICE, self.alone), (way, result)):
+                with contextlib.suppress(RankFailure, RankHang):
+                    if not row.memory:
+                        trials, scenarios = self._trials(trained, ())
+                        costs = trials.run_on_ranks(trials.program, scenarios[0], by=costs_of)
+                        row.memory, row.sent = map(max, zip(*costs, strict=True))
         elif error is not None:
             error = self._explained(way, result, error)
         return result, error
@@ -154,15 +160,6 @@ class Examination:
         result.columns = {_column(name): "equal" for name in expected.single.values}
         return None
 
-    def _measure(self, way: Way, result: WayResult) -> None:
-        """Add the costs of a step to the result, and once those of one device. They are unknown if it fails by then."""
-        for trained, row in ((ONE_DEVICE, self.alone), (way, result)):
-            with contextlib.suppress(RankFailure, RankHang):
-                if not row.memory:
-                    trials, scenarios = self._trials(trained, ())
-                    costs = trials.run_on_ranks(trials.program, scenarios[0], by=costs_of)
-                    row.memory, row.sent = map(max, zip(*costs, strict=True))
-
     @staticmethod
     def _failed(failed: Trial, result: WayResult) -> BaseException:
         if failed.relations is None:
@@ -227,7 +224,12 @@ class Examination:
         if outcome.status == "equal":
             result.settings += 1
             return None
-        smallest = self._shrunk(way, base, setting)
+
+        def fails(options: dict[str, str]) -> bool:
+            fewer = tuple(options.items())
+            return {*base} < {*fewer} and self._outcome(way, fewer).status in ("differs", "raises")
+
+        smallest = tuple(fewest_options(dict(setting), fails).items())
         alone = tuple(pair for pair in smallest if pair not in base)
         failed, control = self._outcome(way, smallest), self._outcome(ONE_DEVICE, alone)
         if control.status != "equal":
@@ -245,15 +247,6 @@ class Examination:
             self.outcomes[way.name, setting] = WayResult(way.name, "not tried")
             self._tried(way, setting, self.outcomes[way.name, setting])
         return self.outcomes[way.name, setting]
-
-    def _shrunk(self, way: Way, base: Setting, setting: Setting) -> Setting:
-        """Return the fewest options of a failing setting that still fail, with those of the base."""
-
-        def fails(options: dict[str, str]) -> bool:
-            fewer = tuple(options.items())
-            return {*base} < {*fewer} and self._outcome(way, fewer).status in ("differs", "raises")
-
-        return tuple(fewest_options(dict(setting), fails).items())
 
 
 def _first_wrong(relations: Relations) -> str:

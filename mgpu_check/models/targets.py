@@ -53,7 +53,19 @@ def module_of(target: str) -> ModuleType:
         libraries = ", ".join(f"{library}:NAME" for library in LIBRARIES)
         raise UnusableModel(f"{target!r} names no model; give package.module:NAME, file.py:NAME, or {libraries}")
     if place.endswith(".py"):
-        return _of_file(place)
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise UnusableModel(f"there is no file {place}; give the path of a Python file before the colon")
+        if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path):
+            return sys.modules[path.stem]
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as Python does for a script
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -65,22 +77,6 @@ def module_of(target: str) -> ModuleType:
             else "start in its directory, or give its file: DIR/FILE.py:NAME"
         )
         raise UnusableModel(f"{target!r}: there is no module {error.name!r}; {advice}") from None
-
-
-def _of_file(place: str) -> ModuleType:
-    path = Path(place).resolve()
-    if not path.is_file():
-        raise UnusableModel(f"there is no file {place}; give the path of a Python file before the colon")
-    if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path):
-        return sys.modules[path.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as Python does for a script
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def build(target: str) -> nn.Module:

@@ -55,7 +55,11 @@ def _of_group(case: RepeatedCollective, members: tuple[int, ...], views: Sequenc
         if case.operation == "send_recv":
             yield from _pairs_that_passed(case, members, work)
         return
-    ways = _ways(bad)
+    ways: dict[tuple[int, int], View] = {}
+    for receiver, view in bad.items():
+        for mismatch in view.wrong:
+            for source in mismatch.sources:
+                ways.setdefault((source, receiver), view)
     failures = [
         {"rank": rank, "failed": view.failed, "first": dataclasses.asdict(view.wrong[0])} for rank, view in bad.items()
     ]
@@ -78,15 +82,6 @@ def _pairs_that_passed(case: RepeatedCollective, members: Sequence[int], work: W
             if pair[0] != pair[1]:
                 share = Work(work.bytes // case.iterations, 1)
                 yield Observation(_CHECK, Subject("copy", pair), "passed", case=str(case), work=share)
-
-
-def _ways(bad: Mapping[int, View]) -> dict[tuple[int, int], View]:
-    ways: dict[tuple[int, int], View] = {}
-    for receiver, view in bad.items():
-        for mismatch in view.wrong:
-            for source in mismatch.sources:
-                ways.setdefault((source, receiver), view)
-    return ways
 
 
 def _suspects(

@@ -232,7 +232,15 @@ class Region:
             difference = self._difference(index, put)
             count = int(torch.count_nonzero(difference))
             if count:
-                errors.words += self._listed(difference, first_word, pattern)
+                rows = difference.view(-1, PERIOD)
+                wrong_rows = (rows != 0).any(dim=1).nonzero()[:_LISTED, 0].tolist()
+                listed = []
+                for row in wrong_rows:
+                    for column, bits in enumerate(rows[row].tolist()):
+                        if bits:
+                            word = first_word + row * PERIOD + column
+                            listed.append(WrongWord(word, pattern, pattern.at(word), pattern.at(word) ^ bits & MASK))
+                errors.words += listed[: _LISTED + 1]
                 errors.count += count
             elif host_errors or index == control:
                 changed = drawn.randrange(chunk.numel())
@@ -277,17 +285,6 @@ class Region:
         out, scratch = self._scratch[0, : chunk.numel()], self._scratch[1, : chunk.numel()]
         put(out, self.firsts[index], scratch)
         return torch.bitwise_xor(chunk, out, out=out)
-
-    def _listed(self, difference: torch.Tensor, first_word: int, pattern: Pattern) -> list[WrongWord]:
-        rows = difference.view(-1, PERIOD)
-        wrong_rows = (rows != 0).any(dim=1).nonzero()[:_LISTED, 0].tolist()
-        listed = []
-        for row in wrong_rows:
-            for column, bits in enumerate(rows[row].tolist()):
-                if bits:
-                    word = first_word + row * PERIOD + column
-                    listed.append(WrongWord(word, pattern, pattern.at(word), pattern.at(word) ^ bits & MASK))
-        return listed[: _LISTED + 1]
 
     def _sees(self, index: int, put: Put, changed: int, bit: int) -> bool:
         """Change one word of a right chunk, and return whether the device finds exactly one word that differs."""

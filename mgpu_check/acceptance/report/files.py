@@ -139,7 +139,9 @@ def _thinned(samples: Sequence[TelemetrySample]) -> list[TelemetrySample]:
     thinned = []
     for _, mine in grouped((sample.gpu, sample) for sample in samples):
         counted: Mapping[str, Value | None] = {}
-        for index in _places(mine):
+        throttled = [index for index, sample in enumerate(mine) if reasons(sample)]
+        few = range(0, len(mine), -(-len(mine) // _SAMPLES))
+        for index in sorted({*few, *throttled[:: max(1, -(-len(throttled) // _SAMPLES))], len(mine) - 1}):
             sample = mine[index]
             counters = {name: value for name, value in sample.values.items() if FIELDS[name].kind == "counter"}
             is_complete = counters != counted or index == len(mine) - 1
@@ -147,13 +149,6 @@ def _thinned(samples: Sequence[TelemetrySample]) -> list[TelemetrySample]:
             counted = counters
             thinned.append(replace(sample, values=values))
     return sorted(thinned, key=lambda sample: (sample.at, sample.gpu))
-
-
-def _places(samples: Sequence[TelemetrySample]) -> list[int]:
-    """Return the places of the samples to keep: the last, every few, and as many again with low clocks."""
-    throttled = [index for index, sample in enumerate(samples) if reasons(sample)]
-    few = range(0, len(samples), -(-len(samples) // _SAMPLES))
-    return sorted({*few, *throttled[:: max(1, -(-len(throttled) // _SAMPLES))], len(samples) - 1})
 
 
 _WRITERS = {".html": "page:render", ".json": "files:to_json", ".prom": "summary:to_prometheus"}

@@ -657,7 +657,12 @@ class Card:
 
 def render(report: RunReport) -> str:
     """Render the report as HTML. Needs the extra ``report``; see `pages.require`."""
-    cards = _cards(report, _accused(report))
+    accused_names: dict[int, list[str]] = {gpu.number: [] for gpu in report.gpus}
+    for accusation in report.verdict.accusations:
+        component = accusation.part
+        for number in component.members if component.kind != "host" else ():
+            accused_names.setdefault(number, []).append(summary.name_of(report, component))
+    cards = _cards(report, accused_names)
     return pages.render(
         _TEMPLATE,
         version=__version__,
@@ -721,16 +726,6 @@ def _identities(report: RunReport, component: Part) -> Iterator[list[tuple[str, 
             yield [(f"GPU {member}", gpu.name), slot, serial, uuid]
         else:
             yield [(f"GPU {member}", "unknown to this run")]
-
-
-def _accused(report: RunReport) -> dict[int, list[str]]:
-    """Return for each GPU the names of the accused parts that contain it, other than hosts."""
-    accused_names: dict[int, list[str]] = {gpu.number: [] for gpu in report.gpus}
-    for accusation in report.verdict.accusations:
-        component = accusation.part
-        for number in component.members if component.kind != "host" else ():
-            accused_names.setdefault(number, []).append(summary.name_of(report, component))
-    return accused_names
 
 
 def _wrong(report: RunReport) -> set[int]:

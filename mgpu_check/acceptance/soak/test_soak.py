@@ -77,7 +77,13 @@ class Soak:
     def run(self) -> None:
         began, number, turns = self._clock(), 1, _LEAST_TURNS
         while self._goes_on(self._clock() - began):
-            loaded = self._one_round(number, turns)
+            gpus = self.node.numbers
+            case = self._case(number, turns, len(gpus))
+            timeout = 60 + 10 * self._round
+            results = self.node.on_ranks("soak", _LOAD, case, gpus=gpus, environment=DETERMINISTIC, timeout=timeout)
+            loaded = of_type(Loaded, gpus, results)
+            self.node.record(_of_groups(loaded, case))
+            self.node.record(self._of_gpus(loaded, case))
             if set(loaded) != set(self.done):
                 break  # a GPU was lost: its failure is recorded, and rejects the node
             longest = max(load.seconds for load in loaded.values())
@@ -91,16 +97,6 @@ class Soak:
         if passed >= _PATIENCE * self.seconds + self._round:
             return False
         return passed < self.seconds or min(progress.seconds for progress in self.done.values()) < 0.95 * self.seconds
-
-    def _one_round(self, number: int, turns: int) -> dict[int, Loaded]:
-        gpus = self.node.numbers
-        case = self._case(number, turns, len(gpus))
-        timeout = 60 + 10 * self._round
-        results = self.node.on_ranks("soak", _LOAD, case, gpus=gpus, environment=DETERMINISTIC, timeout=timeout)
-        loaded = of_type(Loaded, gpus, results)
-        self.node.record(_of_groups(loaded, case))
-        self.node.record(self._of_gpus(loaded, case))
-        return loaded
 
     def _case(self, number: int, turns: int, gpus: int) -> SoakCase:
         large, size = largest(self.node)

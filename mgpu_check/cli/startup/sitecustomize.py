@@ -57,11 +57,8 @@ def _simulate(count: int, backing: str) -> None:
     node.__enter__()
     _entered.append(node)
     atexit.register(node.__exit__, None, None, None)
-    _tell_entered(os.environ.get("_MGPU_CHECK_ENTERED"))
-
-
-def _tell_entered(file: str | None) -> None:
-    """Report to the command that this Python is simulated. The command may have ended, or run on another host."""
+    # The command may have ended, or run on another host.
+    file = os.environ.get("_MGPU_CHECK_ENTERED")
     if file:
         try:
             with open(file, "ab") as marks:

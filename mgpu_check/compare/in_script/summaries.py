@@ -197,17 +197,14 @@ def digests(tensor: torch.Tensor | None, dimension: int = 0) -> list[int]:
         rows = rows.to(torch.uint8)
     values = rows.view(INTEGER_OF_SIZE[rows.element_size()]).to(torch.int64)
     # Multiply-shift hashing: products modulo 2^64 by random odd numbers.
-    hashes: list[int] = (values * _multipliers(values.shape[1])).sum(1).tolist()
-    return hashes
-
-
-def _multipliers(count: int) -> torch.Tensor:
-    """Return random odd numbers, the same in each process. A separate generator leaves that of the script unchanged."""
+    # They are the same in each process. A separate generator leaves that of the script unchanged.
+    count = values.shape[1]
     if not _factors or len(_factors[0]) < count:
         generator = torch.Generator("cpu").manual_seed(20260101)
         size = 1 << max(count - 1, 1).bit_length()
         _factors[:] = [torch.randint(-(2**62), 2**62, (size,), generator=generator, device="cpu") * 2 + 1]
-    return _factors[0][:count]
+    hashes: list[int] = (values * _factors[0][:count]).sum(1).tolist()
+    return hashes
 
 
 def inputs_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -317,7 +317,23 @@ class TelemetrySampler:
             for line in stdout:
                 message = json.loads(line)
                 with self._changed:
-                    self._take(message)
+                    if "sample" in message:
+                        self._history.add(TelemetrySample(*message["sample"]))
+                    elif "answer" in message:
+                        if message["answer"] in self._answers:
+                            self._answers[message["answer"]][message["gpu"]] = message
+                    elif "identity" in message:
+                        gpu, name, value = message["identity"]
+                        self._identity.setdefault(gpu, {})[name] = value
+                    elif "trouble" in message:
+                        self._troubles.append(Trouble(*message["trouble"]))
+                    elif "ready" in message:
+                        self._unmatched = dict(message["unmatched"])
+                        self._ready = True
+                    elif "absent" in message:
+                        self._absent = message["absent"]
+                    elif "no_events" in message:
+                        self._no_events = message["no_events"]
                     self._changed.notify_all()
         code = self._process.wait()
         with self._changed:
@@ -325,25 +341,6 @@ class TelemetrySampler:
             if not self._closed:
                 self._troubles.append(self._death(code))
             self._changed.notify_all()
-
-    def _take(self, message: dict[str, Any]) -> None:
-        if "sample" in message:
-            self._history.add(TelemetrySample(*message["sample"]))
-        elif "answer" in message:
-            if message["answer"] in self._answers:
-                self._answers[message["answer"]][message["gpu"]] = message
-        elif "identity" in message:
-            gpu, name, value = message["identity"]
-            self._identity.setdefault(gpu, {})[name] = value
-        elif "trouble" in message:
-            self._troubles.append(Trouble(*message["trouble"]))
-        elif "ready" in message:
-            self._unmatched = dict(message["unmatched"])
-            self._ready = True
-        elif "absent" in message:
-            self._absent = message["absent"]
-        elif "no_events" in message:
-            self._no_events = message["no_events"]
 
     def _death(self, code: int) -> Trouble:
         """Report the death of the process; name the GPU and the field if exactly one query was in progress."""

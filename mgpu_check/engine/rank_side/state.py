@@ -116,16 +116,6 @@ def _copied(logger: logging.Logger) -> Any:
     return tuple(map(copy.copy, _state_of(logger)))
 
 
-def _restore(logger: logging.Logger, state: _LoggerState) -> None:
-    level, logger.propagate, logger.disabled, handlers, filters = state
-    for handler in set(logger.handlers) - set(handlers):
-        logger.removeHandler(handler)
-        with contextlib.suppress(Exception):
-            handler.close()  # its file must not stay open in the next test
-    logger.handlers[:], logger.filters[:] = handlers, filters
-    logger.setLevel(level)
-
-
 class Loggers:
     """The states of the root logger and of loggers with at most two name parts, such as "torch.distributed".
     Most deeper loggers inherit from these. There are hundreds of them, too many to check after each test."""
@@ -150,7 +140,13 @@ class Loggers:
             if logger is not logging.root and table.get(logger.name) is not logger:
                 table[logger.name] = logger
             if _state_of(logger) != state:
-                _restore(logger, state)
+                level, logger.propagate, logger.disabled, handlers, filters = state
+                for handler in set(logger.handlers) - set(handlers):
+                    logger.removeHandler(handler)
+                    with contextlib.suppress(Exception):
+                        handler.close()  # its file must not stay open in the next test
+                logger.handlers[:], logger.filters[:] = handlers, filters
+                logger.setLevel(level)
 
 
 def open_files() -> dict[int, tuple[int, int]]:

@@ -140,23 +140,20 @@ class JoinedRun:
         try:
             return self._meeting.driver()
         except WrongKey as error:
-            self._knock()
+            # Make the driver warn about the other key, because its user may see only the terminal of rank 0.
+            claimed = self._meeting.claimed()
+            if claimed is not None and self._own is not None:
+                try:
+                    with socket.create_connection(claimed, _KNOCK_TIMEOUT) as connection:
+                        present(connection, self._own, _KNOCK_TIMEOUT)
+                except (OSError, OverflowError, ValueError, Stranger):
+                    pass  # there is no driver at the announced address
             raise Refused(
                 f"the driver {error} than the one in {self._own.source if self._own else 'the store'}: the hosts do "
                 f"not share that file, or somebody else has written to the launcher's store; {REMEDY}"
             ) from None
         except Stranger as error:
             raise Refused(f"the driver {error}: start all processes of a run with the same options") from None
-
-    def _knock(self) -> None:
-        """Make the driver warn about the other key, because its user may see only the terminal of rank 0."""
-        claimed = self._meeting.claimed()
-        if claimed is not None and self._own is not None:
-            try:
-                with socket.create_connection(claimed, _KNOCK_TIMEOUT) as connection:
-                    present(connection, self._own, _KNOCK_TIMEOUT)
-            except (OSError, OverflowError, ValueError, Stranger):
-                pass  # there is no driver at the announced address
 
     def note_end(self, code: int | None) -> None:
         """Note in the store, for late agents, how the run ended; `code` is None if the driver ended without one."""

@@ -474,33 +474,30 @@ class Connections:
                 raise EOFError
             agent.lines.feed(data)
             while agent.gone is None and (message := agent.lines.next()) is not None:
-                self._take(agent, message)
+                event = message["event"]
+                if event == "launched":
+                    launch = agent.launches[message["id"]]
+                    launch.pid = int(message["pid"])
+                    launch.complete()
+                elif event == "failed":
+                    agent.launches[message["id"]].fail(StartupFailure(str(message["text"])))
+                elif event == "exit":
+                    with self.changed:
+                        self._note_end(agent, message["id"], message["code"])
+                elif event == "answer":
+                    future = agent.answers.pop(message["request"], None)
+                    if future is not None:
+                        future.set_result(message["value"])
+                elif event == "interrupt":
+                    self.interrupt()
+                elif event == "leaving":
+                    if self.interrupted_by_leaving and not self.lost:
+                        self.interrupt()  # before its ranks are lost, which would look like a failure of their hardware
+                    self._lose(agent, _LEFT)
         except BlockingIOError:
             return
         except (EOFError, OSError, ValueError, LookupError, TypeError):
             self._lose(agent, "was lost")
-
-    def _take(self, agent: RemoteAgent, message: dict[str, Any]) -> None:
-        event = message["event"]
-        if event == "launched":
-            launch = agent.launches[message["id"]]
-            launch.pid = int(message["pid"])
-            launch.complete()
-        elif event == "failed":
-            agent.launches[message["id"]].fail(StartupFailure(str(message["text"])))
-        elif event == "exit":
-            with self.changed:
-                self._note_end(agent, message["id"], message["code"])
-        elif event == "answer":
-            future = agent.answers.pop(message["request"], None)
-            if future is not None:
-                future.set_result(message["value"])
-        elif event == "interrupt":
-            self.interrupt()
-        elif event == "leaving":
-            if self.interrupted_by_leaving and not self.lost:
-                self.interrupt()  # before its ranks are lost, which would look like a failure of their hardware
-            self._lose(agent, _LEFT)
 
     def name(self, agent: RemoteAgent) -> str:
         return self.host_names.get(agent.rank, agent.host)

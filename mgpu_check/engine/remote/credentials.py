@@ -67,7 +67,10 @@ def secret_in(path: Path, make_directory: bool) -> bytes:
     """Return the 32-byte key from the file at `path`; make it, and with `make_directory` its directory, if missing."""
     try:
         if make_directory:
-            _make_directory(path.parent)
+            for ancestor in (*reversed(path.parent.parents), path.parent):
+                if not ancestor.exists():
+                    with contextlib.suppress(FileExistsError):
+                        ancestor.mkdir(mode=0o700)
         # Use the real path from here on: no other user can change a part of it.
         real = _safe(path.parent) / path.name
         for _ in range(_ATTEMPTS):
@@ -78,13 +81,6 @@ def secret_in(path: Path, make_directory: bool) -> bytes:
     except OSError as error:
         raise UnusableKey(f"the key file {path} cannot be read or made: {error}; {REMEDY}") from error
     raise UnusableKey(f"the key file {path} cannot be made: it disappears again; {REMEDY}")
-
-
-def _make_directory(directory: Path) -> None:
-    for ancestor in (*reversed(directory.parents), directory):
-        if not ancestor.exists():
-            with contextlib.suppress(FileExistsError):
-                ancestor.mkdir(mode=0o700)
 
 
 def _safe(directory: Path) -> Path:

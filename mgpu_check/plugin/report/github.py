@@ -81,7 +81,24 @@ _RESULTS = {
 def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     page = Page()
     page.add(f"# mgpu-check: {_verdict(outcomes, session, exit_status)}", "")
-    page.add(*_header(session), "")
+    settings = session.settings
+    if settings.asked:
+        lines = [text(session.header())]
+        if settings.simulate:
+            lines += ["", "**SIMULATED**: this run tests code, and says nothing about hardware."]
+    else:
+        from mgpu_check.version import torch_version, version
+
+        lines = [
+            text(f"mgpu-check {version()}; torch {torch_version()}; no GPUs were requested"),
+            "",
+            "Tests that need GPUs were skipped; `--gpus=N` runs them, `--gpus=N --simulate` on a machine without GPUs.",
+        ]
+    import hypothesis.version as hypothesis
+
+    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
+    versions = f"pytest {pytest.__version__}; Hypothesis {hypothesis.__version__}"
+    page.add(*lines, "", text(f"Python {platform.python_version()}; {versions}; {machine}"), "")
     counts = ", ".join(f"{count} {name}" for name, count in outcomes.counts().items())
     page.add(f"**{text(counts or 'no tests were run')}**", "")
     failed = outcomes.failed
@@ -150,27 +167,6 @@ def _verdict(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     if settings.simulate and settings.asked:
         result += f" on {settings.gpus} SIMULATED GPUs"
     return result
-
-
-def _header(session: GpuSession) -> list[str]:
-    settings = session.settings
-    if settings.asked:
-        lines = [text(session.header())]
-        if settings.simulate:
-            lines += ["", "**SIMULATED**: this run tests code, and says nothing about hardware."]
-    else:
-        from mgpu_check.version import torch_version, version
-
-        lines = [
-            text(f"mgpu-check {version()}; torch {torch_version()}; no GPUs were requested"),
-            "",
-            "Tests that need GPUs were skipped; `--gpus=N` runs them, `--gpus=N --simulate` on a machine without GPUs.",
-        ]
-    import hypothesis.version as hypothesis
-
-    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
-    versions = f"pytest {pytest.__version__}; Hypothesis {hypothesis.__version__}"
-    return [*lines, "", text(f"Python {platform.python_version()}; {versions}; {machine}")]
 
 
 def _row_of_failure(outcome: TestOutcome) -> tuple[str, ...]:
@@ -248,14 +244,10 @@ class Annotations:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for failed in self._outcomes.failed:
             if failed.ours:
-                terminalreporter.line(_annotation(failed))
-
-
-def _annotation(failed: TestOutcome) -> str:
-    title, lines = failed.name, [failed.headline]
-    mistakes = all_mistakes() if failed.mistakes else {}
-    if (mistake := mistakes.get(next(iter(failed.mistakes), ""))) is not None:
-        title = f"{mistake.name}: {mistake.title}"
-        lines += [f"do: {mistake.advice}", f"see: {mistake.page}"]
-    lines += [f"test: {failed.name}", *(f"repeat with: {line}" for line in failed.replay.splitlines()[:1])]
-    return annotation(title, "\n".join(lines), failed.properties.get("site") or failed.line)
+                title, lines = failed.name, [failed.headline]
+                mistakes = all_mistakes() if failed.mistakes else {}
+                if (mistake := mistakes.get(next(iter(failed.mistakes), ""))) is not None:
+                    title = f"{mistake.name}: {mistake.title}"
+                    lines += [f"do: {mistake.advice}", f"see: {mistake.page}"]
+                lines += [f"test: {failed.name}", *(f"repeat with: {line}" for line in failed.replay.splitlines()[:1])]
+                terminalreporter.line(annotation(title, "\n".join(lines), failed.properties.get("site") or failed.line))

@@ -173,7 +173,10 @@ class Outcomes:
         outcome = TestOutcome(report.nodeid, category, str(report.when), properties=properties)
         if category in ("failed", "errors"):
             story = report.longreprtext
-            outcome.headline, outcome.line = _headline(report), _line(report, self._root)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash is not None else report.longreprtext
+            headline = next((line for line in message.splitlines() if line.strip()), "failed")
+            outcome.headline, outcome.line = _OURS.sub(r"\1: ", headline.strip()), _line(report, self._root)
             outcome.story = _REPLAY.split(story)[0].rstrip() if outcome.replay else story
             self._failed.append(outcome)
             if report.when != "teardown":
@@ -227,10 +230,3 @@ def _line(report: pytest.TestReport, root: Path) -> str:
     if crash is not None and Path(crash.path).name == Path(path).name:
         return f"{root / crash.path}:{crash.lineno}"
     return f"{root / path}:{(line or 0) + 1}"
-
-
-def _headline(report: pytest.TestReport) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    message = crash.message if crash is not None else report.longreprtext
-    headline = next((line for line in message.splitlines() if line.strip()), "failed")
-    return _OURS.sub(r"\1: ", headline.strip())

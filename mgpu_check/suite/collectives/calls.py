@@ -400,7 +400,12 @@ class Laid:
             for giver in transfer.sources(position, self.count, self.root)
         ]
         if row.in_place:
-            self._lay_in_place(gets)
+            piece = Piece(shaped(self.layout, self.length), self._part(self.position, 0, self.length), "anything")
+            if gets and self.reduces:
+                self._reduce(piece, 0)
+            elif gets:
+                piece.after = gets[0]
+            self._add(piece, self.inputs)
             return
         takers = range(self.count) if transfer.divides else (0,)
         gives = [self._part(position, taker * STEP, self._length(position, taker)) for taker in takers]
@@ -438,14 +443,6 @@ class Laid:
             in_rows = self.call.layout == "stacked"
             return [(stacked(len(chunks), len(chunks[0])) if in_rows else shaped("dense", len(joined)), joined)]
         return [(shaped(self.layout, len(chunk)), chunk) for chunk in chunks]
-
-    def _lay_in_place(self, gets: list[torch.Tensor]) -> None:
-        piece = Piece(shaped(self.layout, self.length), self._part(self.position, 0, self.length), "anything")
-        if gets and self.reduces:
-            self._reduce(piece, 0)
-        elif gets:
-            piece.after = gets[0]
-        self._add(piece, self.inputs)
 
     def _lay_joined(self, gives: list[torch.Tensor], gets: list[torch.Tensor]) -> None:
         """Lay out a collective whose smaller tensor is a part of the larger one."""

@@ -572,26 +572,22 @@ def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
         for run, order in itertools.product(runs, both_ways(devices)):
             _call_hooks(run, order)
         for order in both_ways(devices):
-            _change_by_hooks(order)
+            module = _Shifted()
+            module.register_forward_pre_hook(
+                lambda _, arguments, named: (arguments, {"shift": 2 * arguments[0] + 1}), with_kwargs=True
+            )
+            module.register_forward_hook(
+                lambda _, arguments, named, output: 4 * output + named.get("shift", 0), with_kwargs=True
+            )
+            x = torch.arange(2.0 * len(order) + 1, device=order[0])
+            got = _wrapped(module, order)(x)
+            label = f"DataParallel on {', '.join(map(str, order))}, hooks that change arguments and outputs"
+            assert_same({"outputs": got}, {"outputs": 4 * (3 * x + 1) + 2 * x + 1}, label)
 
 
 class _Shifted(nn.Module):
     def forward(self, x: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
         return x + shift
-
-
-def _change_by_hooks(order: Devices) -> None:
-    module = _Shifted()
-    module.register_forward_pre_hook(
-        lambda _, arguments, named: (arguments, {"shift": 2 * arguments[0] + 1}), with_kwargs=True
-    )
-    module.register_forward_hook(
-        lambda _, arguments, named, output: 4 * output + named.get("shift", 0), with_kwargs=True
-    )
-    x = torch.arange(2.0 * len(order) + 1, device=order[0])
-    got = _wrapped(module, order)(x)
-    label = f"DataParallel on {', '.join(map(str, order))}, hooks that change arguments and outputs"
-    assert_same({"outputs": got}, {"outputs": 4 * (3 * x + 1) + 2 * x + 1}, label)
 
 
 def _call_hooks(run: WholeRun, order: Devices) -> None:

@@ -355,7 +355,15 @@ def _recovers(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     block = torch.full((_LARGE_BLOCK,), 7, dtype=torch.uint8, device=device)
-    _refuses(device, total + (1 << 20), total)
+    wanted = total + (1 << 20)
+    try:
+        torch.empty(wanted, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError as error:
+        _require(device, False, f"an allocation beyond its memory raised {type(error).__name__}: {error}")
+    else:
+        _require(device, False, f"{wanted} bytes were allocated, of {total} that it has")
     _require(device, bool((block == 7).all()), "a failed allocation has changed the memory that was held before")
     after = torch.full((_LARGE_BLOCK,), 9, dtype=torch.uint8, device=device)
     distinct = bool((after == 9).all()) and bool((block == 7).all())
@@ -370,17 +378,6 @@ def _recovers(device: torch.device) -> None:
     remaining = torch.cuda.memory_allocated(device)
     _peaks_begin_anew(device)
     _require(device, remaining <= before, f"all was freed, and {remaining - before} bytes still count as allocated")
-
-
-def _refuses(device: torch.device, wanted: int, total: int) -> None:
-    try:
-        torch.empty(wanted, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        pass
-    except RuntimeError as error:
-        _require(device, False, f"an allocation beyond its memory raised {type(error).__name__}: {error}")
-    else:
-        _require(device, False, f"{wanted} bytes were allocated, of {total} that it has")
 
 
 def _forms(device: torch.device) -> tuple[Any, ...]:
@@ -522,7 +519,20 @@ def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> N
     `torch.manual_seed` and `manual_seed_all` must seed all devices, and `torch.cuda.manual_seed` the current one."""
     with current_device_kept(), _generators_kept():
         _seeds(devices, seed)
-        _independence(devices, seed)
+        torch.manual_seed(seed)
+        for device in devices:
+            for name, draw in _DRAWS.items():
+                before = {peer: torch.cuda.get_rng_state(peer) for peer in devices}
+                host = torch.get_rng_state()
+                draw(device)
+                after = {peer: torch.cuda.get_rng_state(peer) for peer in devices}
+                text = f"{device}: {name} did not change the generator, so the same numbers will repeat"
+                require(not torch.equal(after[device], before[device]), text, device)
+                for peer in devices:
+                    kept = peer == device or torch.equal(after[peer], before[peer])
+                    require(kept, f"{name} on {device} has changed the generator of {peer}", device, peer)
+                kept = torch.equal(torch.get_rng_state(), host)
+                require(kept, f"{name} on {device} has changed the generator of the CPU", device)
 
 
 def _seeds(devices: Sequence[torch.device], seed: int) -> None:
@@ -560,23 +570,6 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
         _require_same(draws[device], f"seeded with {seed} by torch.cuda.manual_seed", device)
 
 
-def _independence(devices: Sequence[torch.device], seed: int) -> None:
-    torch.manual_seed(seed)
-    for device in devices:
-        for name, draw in _DRAWS.items():
-            before = {peer: torch.cuda.get_rng_state(peer) for peer in devices}
-            host = torch.get_rng_state()
-            draw(device)
-            after = {peer: torch.cuda.get_rng_state(peer) for peer in devices}
-            text = f"{device}: {name} did not change the generator, so the same numbers will repeat"
-            require(not torch.equal(after[device], before[device]), text, device)
-            for peer in devices:
-                kept = peer == device or torch.equal(after[peer], before[peer])
-                require(kept, f"{name} on {device} has changed the generator of {peer}", device, peer)
-            kept = torch.equal(torch.get_rng_state(), host)
-            require(kept, f"{name} on {device} has changed the generator of the CPU", device)
-
-
 def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that a restored generator state gives the same numbers again, and that generators are independent.
 
@@ -601,7 +594,16 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None
             torch.cuda.set_rng_state_all(every)
             _own_generator(device, seed)
             _require_same(draws, "a generator of one's own has drawn", device)
-            _recomputed(device)
+            for name, call in _RECOMPUTED.items():
+                x = torch.ones(_COUNT, device=device, requires_grad=True)
+                out = call(x)
+                after = torch.cuda.get_rng_state(device)
+                out.sum().backward()
+                assert x.grad is not None
+                same = torch.equal(out, x.grad)
+                require(same, f"{device}: dropout in a checkpoint, {name}, drops different elements backward", device)
+                restored = torch.equal(after, torch.cuda.get_rng_state(device))
+                require(restored, f"{device}: a checkpoint, {name}, did not restore the state of the generator", device)
         _forks(devices, seed)
 
 
@@ -640,17 +642,3 @@ _RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
         lambda batch: F.dropout(batch["x"]), {"x": x}, use_reentrant=False
     ),
 }
-
-
-def _recomputed(device: torch.device) -> None:
-    """Require that recomputed dropout drops the same elements as forward, and keeps the state of the generator."""
-    for name, call in _RECOMPUTED.items():
-        x = torch.ones(_COUNT, device=device, requires_grad=True)
-        out = call(x)
-        after = torch.cuda.get_rng_state(device)
-        out.sum().backward()
-        assert x.grad is not None
-        same = torch.equal(out, x.grad)
-        require(same, f"{device}: dropout in a checkpoint, {name}, drops different elements backward", device)
-        restored = torch.equal(after, torch.cuda.get_rng_state(device))
-        require(restored, f"{device}: a checkpoint, {name}, did not restore the state of the generator", device)

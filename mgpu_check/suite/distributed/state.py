@@ -258,23 +258,19 @@ def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
                     _interrupt(replica)
                 replica.step()
         for dtype in (torch.bfloat16, torch.float16):
-            _judge_count(rank, findings, dtype)
-
-
-def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
-    """Check that Adam's state is loaded unchanged, with a number of steps that `dtype` cannot represent."""
-    parameter = nn.Parameter(torch.ones(3, dtype=dtype, device=rank.device))
-    parameter.grad = torch.full_like(parameter, 0.375)
-    original, resumed = (torch.optim.Adam([parameter], lr=0.5) for _ in range(2))
-    original.step()
-    original.state[parameter]["step"].fill_(_STEPS_COUNTED)
-    saved = original.state_dict()
-    resumed.load_state_dict(saved)
-    for name, value in saved["state"][0].items():
-        got = resumed.state[parameter][name]
-        same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
-        text = f"{name} was saved as {value.tolist()}, but loaded as {got.tolist()}"
-        require(findings, rank, same, f"Adam of {dtype} parameters", text)
+            # Adam's state must be loaded unchanged, with a number of steps that the dtype cannot represent.
+            parameter = nn.Parameter(torch.ones(3, dtype=dtype, device=rank.device))
+            parameter.grad = torch.full_like(parameter, 0.375)
+            original, resumed = (torch.optim.Adam([parameter], lr=0.5) for _ in range(2))
+            original.step()
+            original.state[parameter]["step"].fill_(_STEPS_COUNTED)
+            saved = original.state_dict()
+            resumed.load_state_dict(saved)
+            for name, value in saved["state"][0].items():
+                got = resumed.state[parameter][name]
+                same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
+                text = f"{name} was saved as {value.tolist()}, but loaded as {got.tolist()}"
+                require(findings, rank, same, f"Adam of {dtype} parameters", text)
 
 
 def _interrupt(replica: Replica) -> None:
@@ -327,17 +323,7 @@ def _averaged(run: WholeRun, member: Member, findings: Findings, hook: Hook, **o
     replica = Replica(run, member, findings, **options)
     parameter_ids: list[int] = []
     group = member.rank.group if member.group is None else member.group
-    replica.parallel.register_comm_hook(group, _noting(hook, parameter_ids))
-    for _ in range(run.steps):
-        parameter_ids.clear()
-        replica.step()
-        wanted = sorted(id(parameter) for parameter in replica.module.parameters())
-        text = f"the hook was called for {len(parameter_ids)} parameters, expected each of {len(wanted)} once, with"
-        # In the order of the buffer, which the hook compares with the gradients.
-        replica.require(sorted(parameter_ids) == wanted, f"{text} its gradient", f", step {replica.number}")
 
-
-def _noting(hook: Hook, parameter_ids: list[int]) -> Hook:
     def noted(group: Any, bucket: Any) -> Any:
         parameters, gradients = bucket.parameters(), bucket.gradients()
         parameter_ids.extend(map(id, parameters))
@@ -350,7 +336,14 @@ def _noting(hook: Hook, parameter_ids: list[int]) -> Hook:
     # DDP compares annotations with its own types, and does not resolve annotations that are strings:
     # torch/nn/parallel/distributed.py, _check_comm_hook, torch 2.13.
     noted.__annotations__.clear()
-    return noted
+    replica.parallel.register_comm_hook(group, noted)
+    for _ in range(run.steps):
+        parameter_ids.clear()
+        replica.step()
+        wanted = sorted(id(parameter) for parameter in replica.module.parameters())
+        text = f"the hook was called for {len(parameter_ids)} parameters, expected each of {len(wanted)} once, with"
+        # In the order of the buffer, which the hook compares with the gradients.
+        replica.require(sorted(parameter_ids) == wanted, f"{text} its gradient", f", step {replica.number}")
 
 
 def _sum_then_divide(group: Any, bucket: Any) -> Any:

@@ -346,23 +346,19 @@ def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
     with judged() as findings:
         for run in runs:
             train(run, rank, findings, label="first layer frozen", prepare=oracle.freeze_first)
-            _ignoring(run, rank, findings)
-
-
-def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
-    """Make DDP ignore a parameter, which must keep the rank's own value and gradient."""
-    own = run.build(rank.index).to(rank.device)
-    name, parameter = list(own.named_parameters())[-1]
-    before = parameter.detach().clone()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
-    parallel = under_ddp(own, rank.device)
-    parallel(torch.full((rank.index + 1, 16), 1.0, device=rank.device)).sum().backward()
-    subject = f"DDP of {run.model} on {rank.size} ranks, {name} ignored"
-    require(findings, rank, torch.equal(parameter, before), subject, f"{name} has changed")
-    # The last parameter is a bias, so its gradient is the number of this rank's rows.
-    is_own = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
-    text = f"its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
-    require(findings, rank, is_own, subject, text)
+            # A parameter that DDP ignores must keep the rank's own value and gradient.
+            own = run.build(rank.index).to(rank.device)
+            name, parameter = list(own.named_parameters())[-1]
+            before = parameter.detach().clone()
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
+            parallel = under_ddp(own, rank.device)
+            parallel(torch.full((rank.index + 1, 16), 1.0, device=rank.device)).sum().backward()
+            subject = f"DDP of {run.model} on {rank.size} ranks, {name} ignored"
+            require(findings, rank, torch.equal(parameter, before), subject, f"{name} has changed")
+            # The last parameter is a bias, so its gradient is the number of this rank's rows.
+            is_own = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
+            text = f"its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
+            require(findings, rank, is_own, subject, text)
 
 
 def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first_group: Sequence[int]) -> None:
@@ -544,22 +540,18 @@ def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -
             shard_gradients = replica.reduced()
             replica.judge_gradients(shard_gradients)
             norm = float(nn.utils.clip_grad_norm_(replica.module.parameters(), 1.0, norm_type=order))
-            _judge_clipped(replica, shard_gradients, order, norm)
-
-
-def _judge_clipped(replica: Replica, shard_gradients: list[Gradients], order: float, norm: float) -> None:
-    summed = {name: value for name, value in oracle.total(shard_gradients).items() if value is not None}
-    flat = torch.cat([value.flatten() for value in summed.values()])
-    exact = float(torch.linalg.vector_norm(flat, order))
-    # If the mean rounds, gradients are off by (ranks + 2) roundoffs of the summed magnitudes.
-    values = [value for gradients in shard_gradients for value in gradients.values() if value is not None]
-    magnitudes = float(torch.cat([value.flatten() for value in values]).abs().sum())
-    size, eps = replica.member.size, torch.finfo(torch.float32).eps
-    rounded = (size + 2) * eps * magnitudes if size & (size - 1) else 0.0
-    bound = (len(flat) + 4) * eps * exact + rounded
-    replica.require(abs(norm - exact) <= bound, f"the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}")
-    # torch divides by the norm plus 1e-6, and never scales up: torch/nn/utils/clip_grad.py, torch 2.13.
-    scale = min(1.0, 1.0 / (exact + 1e-6))
-    for name, parameter in replica.module.named_parameters():
-        tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * summed[name].abs() * scale + rounded * scale
-        replica.judge_gradient(name, parameter, summed[name] * scale, tolerance, "clipped")
+            summed = {name: value for name, value in oracle.total(shard_gradients).items() if value is not None}
+            flat = torch.cat([value.flatten() for value in summed.values()])
+            exact = float(torch.linalg.vector_norm(flat, order))
+            # If the mean rounds, gradients are off by (ranks + 2) roundoffs of the summed magnitudes.
+            values = [value for gradients in shard_gradients for value in gradients.values() if value is not None]
+            magnitudes = float(torch.cat([value.flatten() for value in values]).abs().sum())
+            size, eps = replica.member.size, torch.finfo(torch.float32).eps
+            rounded = (size + 2) * eps * magnitudes if size & (size - 1) else 0.0
+            bound = (len(flat) + 4) * eps * exact + rounded
+            replica.require(abs(norm - exact) <= bound, f"the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}")
+            # torch divides by the norm plus 1e-6, and never scales up: torch/nn/utils/clip_grad.py, torch 2.13.
+            scale = min(1.0, 1.0 / (exact + 1e-6))
+            for name, parameter in replica.module.named_parameters():
+                tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * summed[name].abs() * scale + rounded * scale
+                replica.judge_gradient(name, parameter, summed[name] * scale, tolerance, "clipped")

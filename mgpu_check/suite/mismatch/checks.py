@@ -35,7 +35,16 @@ def assert_works(case: OperatorCase) -> None:
     with _described(subject, first, second):
         got = _call(case, first, second)
     place = case.rule.result if case.rule.result is not None else int(first.type != "cuda")
-    _require(subject, got, expected, (first, second)[place])
+    device = (first, second)[place]
+    ranks = indices_of(device)
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        if got != expected:
+            raise DeviceMismatch(f"{subject} gave {got!r}, expected {expected!r}", ranks=ranks)
+        return
+    if got.device != device:
+        raise DeviceMismatch(f"{subject} is on {got.device}, expected it on {device}", ranks=ranks)
+    if not same_bits(expected, got):
+        raise DeviceMismatch(f"{subject} gave {got.to('cpu')}, expected {expected.to('cpu')}", ranks=ranks)
 
 
 def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
@@ -86,18 +95,6 @@ def _call(case: OperatorCase, first: torch.device, second: torch.device) -> obje
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return result
-
-
-def _require(subject: str, got: object, expected: object, device: torch.device) -> None:
-    ranks = indices_of(device)
-    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
-        if got != expected:
-            raise DeviceMismatch(f"{subject} gave {got!r}, expected {expected!r}", ranks=ranks)
-        return
-    if got.device != device:
-        raise DeviceMismatch(f"{subject} is on {got.device}, expected it on {device}", ranks=ranks)
-    if not same_bits(expected, got):
-        raise DeviceMismatch(f"{subject} gave {got.to('cpu')}, expected {expected.to('cpu')}", ranks=ranks)
 
 
 @contextlib.contextmanager

@@ -106,7 +106,18 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
         label = f"{name} on {', '.join(map(str, devices))}"
         make = functools.partial(make_modules, training, len(devices))
         with full_precision():
-            got = _trained(training, build(make(), devices), devices, label)
+            model = build(make(), devices)
+            homes = {name: value.device for name, value in model.named_parameters()}
+            optimizer = sgd(training, model)
+            got = {}
+            for step, (inputs, factors) in enumerate(training.batches(), 1):
+                optimizer.zero_grad()
+                outputs = model(inputs.to(devices[0]))
+                recipe.weighted(outputs, factors.to(devices[-1])).backward()
+                optimizer.step()
+                got[f"step {step}: outputs"] = copied(outputs)
+                got |= seen(model, step)
+                _assert_at_home(model, optimizer, homes, f"{label}, step {step}")
             moments = _adam(training, build(make(), devices), devices, label)
         assert_same(got, one_device(training, _PartsOnOneDevice(name, make())), label)
         expected = _adam(training, _PartsOnOneDevice(name, make()), [torch.device("cpu")] * len(devices), label)
@@ -135,23 +146,6 @@ def _stages(training: ExactTraining, count: int) -> list[nn.Module]:
     starts = list(range(0, len(layers), 2))
     cuts = [starts[index * len(starts) // count] for index in range(count)] + [len(layers)]
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
-
-
-def _trained(
-    training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], label: str
-) -> dict[str, torch.Tensor]:
-    homes = {name: value.device for name, value in model.named_parameters()}
-    optimizer = sgd(training, model)
-    got = {}
-    for step, (inputs, factors) in enumerate(training.batches(), 1):
-        optimizer.zero_grad()
-        outputs = model(inputs.to(devices[0]))
-        recipe.weighted(outputs, factors.to(devices[-1])).backward()
-        optimizer.step()
-        got[f"step {step}: outputs"] = copied(outputs)
-        got |= seen(model, step)
-        _assert_at_home(model, optimizer, homes, f"{label}, step {step}")
-    return got
 
 
 def _adam(

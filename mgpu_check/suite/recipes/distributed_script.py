@@ -97,25 +97,21 @@ def train(rank: int, local_rank: int, world_size: int, args: argparse.Namespace)
         if rank == 0:
             print(f"epoch {epoch}: loss {losses[-1]:.4f}, {seconds[-1]:.3f} s on {world_size} GPUs", flush=True)
     if args.report:
-        _report(args.report, rank, trainer, losses, seconds)
+        digest = hashlib.sha256()
+        for value in trainer.model.module.state_dict().values():
+            digest.update(value.cpu().numpy().tobytes())
+        report = {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "device": str(next(trainer.model.parameters()).device),
+            "current_device": torch.cuda.current_device(),
+            "environment": {name: os.environ.get(name) for name in VARIABLES},
+            "losses": losses,
+            "seconds": seconds,
+            "parameters": digest.hexdigest(),
+        }
+        (Path(args.report) / f"rank{rank}.json").write_text(json.dumps(report))
     cleanup()
-
-
-def _report(directory: str, rank: int, trainer: Trainer, losses: list[float], seconds: list[float]) -> None:
-    digest = hashlib.sha256()
-    for value in trainer.model.module.state_dict().values():
-        digest.update(value.cpu().numpy().tobytes())
-    report = {
-        "rank": dist.get_rank(),
-        "world_size": dist.get_world_size(),
-        "device": str(next(trainer.model.parameters()).device),
-        "current_device": torch.cuda.current_device(),
-        "environment": {name: os.environ.get(name) for name in VARIABLES},
-        "losses": losses,
-        "seconds": seconds,
-        "parameters": digest.hexdigest(),
-    }
-    (Path(directory) / f"rank{rank}.json").write_text(json.dumps(report))
 
 
 def spawned(rank: int, world_size: int, args: argparse.Namespace) -> None:
