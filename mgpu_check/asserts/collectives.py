@@ -244,9 +244,6 @@ def assert_leaves_replicated(batch: Any, shards: Sequence[Any], devices: Sequenc
     """Assert that every shard has the non-tensor leaves of `batch` unchanged.
 
     `nn.parallel.scatter` documents this.
-
-    Raises:
-        ShardError: naming the leaf, the shard and its device.
     """
     __tracebackhide__ = True
     torch_devices = _devices(devices)
@@ -256,11 +253,7 @@ def assert_leaves_replicated(batch: Any, shards: Sequence[Any], devices: Sequenc
 
 
 def assert_shard_sizes(shards: Sequence[Any], sizes: Sequence[int], devices: Sequence[Device], dim: int = 0) -> None:
-    """Assert that there are as many shards as `sizes`, and that every tensor of shard i has ``sizes[i]`` rows.
-
-    Raises:
-        ShardError: with the expected and the actual sizes, and the device of the first wrong shard.
-    """
+    """Assert that there are as many shards as `sizes`, and that every tensor of shard i has ``sizes[i]`` rows."""
     __tracebackhide__ = True
     torch_devices = _devices(devices)
     if not shards:
@@ -277,11 +270,7 @@ def assert_shard_sizes(shards: Sequence[Any], sizes: Sequence[int], devices: Seq
 
 
 def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
-    """Assert that `gathered` equals `batch` bit for bit, with every tensor on `device`.
-
-    Raises:
-        ShardError: naming the element, with the expected and the actual value.
-    """
+    """Assert that `gathered` equals `batch` bit for bit, with every tensor on `device`."""
     __tracebackhide__ = True
     (wanted,) = _devices([device])
     for name, leaf, (got,) in columns(batch, [gathered]):

@@ -77,9 +77,6 @@ def refusal(
     Args:
         allowed_names: what the error may name: "both" devices, the "types" of tensors, the "indexed" tensor's device.
         operator: the operator of the block, for the message.
-
-    Raises:
-        DeviceMismatch: as in `raises_device_mismatch`.
     """
     __tracebackhide__ = True
     subject = f"{operator or 'the block'}, with operands on {pair[0]} and {pair[1]},"

@@ -240,11 +240,7 @@ def assert_same(
     rank: int | None = None,
     constants: Mapping[str, float] | None = None,
 ) -> None:
-    """Assert that results of exact data equal those of one device in every bit, except for the sign of zeros.
-
-    Raises:
-        GradientMismatch: a result is missing or has another value; names the first of them, with the worst element.
-    """
+    """Assert that results of exact data equal those of one device in every bit, except for the sign of zeros."""
     __tracebackhide__ = True
     tolerance = dict.fromkeys(expected, 0.0)
     assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank, constants=constants, what=subject)

@@ -33,11 +33,6 @@ from mgpu_check.compare.verdict import ComparisonVerdict
 from mgpu_check.oracles.pairs import fewest_options, settings_in_pairs
 
 
-def are_files(words: Sequence[str]) -> bool:
-    """Return whether the words are names of traces, not a script with its arguments."""
-    return any(is_run(Path(word)) for word in words[:2])
-
-
 def of_files(options: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
@@ -169,11 +164,7 @@ def _golden(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.
 
 
 def read_space(path: Path) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
-    """Return options of a script with their values, and values that are not combined, from a TOML file.
-
-    Raises:
-        ValueError: the file is no such table.
-    """
+    """Return options of a script with their values, and values that are not combined, from a TOML file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -410,7 +401,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
         options = parser.parse_args(own)
-        if "--" not in argv and are_files(program):
+        if "--" not in argv and any(is_run(Path(word)) for word in program[:2]):
             options, files = parser.parse_known_args(program, options)  # options may follow the files
             if unknown := [word for word in files if word.startswith("-")]:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")

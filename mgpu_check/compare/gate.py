@@ -9,31 +9,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mgpu_check.compare.processes import fitted
 from mgpu_check.errors import NotCompared, ScalingMismatch
 from mgpu_check.processes.environments import FLOAT32
 
+if TYPE_CHECKING:
+    from mgpu_check.plugin.ranks import Ranks
+
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md"
 
 
-class _RanksOfTest(Protocol):
-    """The part of the fixture `ranks` that this gate needs."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def _simulated(self) -> str: ...
-
-    def _script_environment(self, size: int) -> Mapping[str, str]: ...
-
-    def _remark(self, line: str) -> None: ...
-
-
 def assert_script_scales(
-    ranks: _RanksOfTest,
+    ranks: Ranks,
     script: str | Path,
     *arguments: str,
     size: int | None = None,
@@ -110,18 +99,14 @@ def _plan_of(fake_data: bool | str | Path) -> Path:
 
 
 def _checked(
-    ranks: _RanksOfTest,
+    ranks: Ranks,
     script: str | Path,
     arguments: tuple[str, ...],
     size: int | None,
     steps: int | None,
     timeout: float,
 ) -> tuple[int, list[str]]:
-    """Return the number of ranks, and the script with its arguments as words.
-
-    Raises:
-        ValueError: an argument is not valid.
-    """
+    """Return the number of ranks, and the script with its arguments as words."""
     gate = "assert_script_scales"
     if size is None:
         size = ranks.size

@@ -170,11 +170,7 @@ class DeviceLeases:
             return Lease(self._last, time.monotonic() - begun, request.locks.pop_all())
 
     def check(self) -> None:
-        """Check that devices can be leased.
-
-        Raises:
-            LeaseError: they cannot.
-        """
+        """Check that devices can be leased."""
         with self._usable() as directory, self._numbering(directory):
             pass
 

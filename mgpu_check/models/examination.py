@@ -64,10 +64,6 @@ class Examination:
         self.alone = WayResult(ONE_DEVICE.name, "equal", devices=1)
         self.options_tried = 0  # number of ways that were tried with options
 
-    @property
-    def in_time(self) -> bool:
-        return time.monotonic() < self.ends
-
     def try_way(self, name: str) -> tuple[WayResult, BaseException | None]:
         """Try a way without options. Return the result, and the error with the report of a failure."""
         way = way_of(name, self.traits)
@@ -75,7 +71,7 @@ class Examination:
         result.reason = way.refusal(self.traits)
         if not result.reason and self.ranks.size < way.devices:
             result.reason = f"it needs {way.devices} devices, and --gpus={self.ranks.size}"
-        if not result.reason and not self.in_time:
+        if not result.reason and time.monotonic() >= self.ends:
             result.status, result.reason = "not tried", f"the time of {self.settings.model_time:g} s has passed"
         if result.reason:
             return result, None

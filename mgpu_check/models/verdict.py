@@ -171,11 +171,7 @@ class ModelReport:
 
 
 def read_golden(file: str) -> dict[str, str]:
-    """Return way -> summary of its result, from a report that `ModelReport.write` has written.
-
-    Raises:
-        ValueError: the file is no such report.
-    """
+    """Return way -> summary of its result, from a report that `ModelReport.write` has written."""
     try:
         entries = json.loads(Path(file).read_text(encoding="utf-8"))["results"]
         return {entry["way"]: _summary(entry) for entry in entries}

@@ -62,12 +62,7 @@ _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "flo
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The description of a tensor.
-
-    Raises:
-        ValueError: an unknown dtype, layout or kind of values, or a layout that does not exist for this number of
-            dimensions.
-    """
+    """The description of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -204,11 +199,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Nested:
-    """A tuple, list, dict (keys "a", "b", …), `OrderedDict` (keys "z", "y", …) or `Sample` of parts.
-
-    Raises:
-        ValueError: the kind is unknown, or a "namedtuple" does not have two parts.
-    """
+    """A tuple, list, dict (keys "a", "b", …), `OrderedDict` (keys "z", "y", …) or `Sample` of parts."""
 
     kind: str
     parts: tuple[BatchSpec, ...]
@@ -251,11 +242,7 @@ class Split:
 
     @property
     def tensor(self) -> TensorSpec:
-        """The spec of the batch, if it is a single tensor.
-
-        Raises:
-            TypeError: the batch is not a single tensor.
-        """
+        """The spec of the batch, if it is a single tensor."""
         if not isinstance(self.batch, TensorSpec):
             raise TypeError(f"Split.tensor: the batch is {type(self.batch).__name__}, not a single tensor")
         return self.batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def judged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("train.py").touch()
     seen = SimpleNamespace(remarks=[])
-    ranks = SimpleNamespace(
+    ranks: Any = SimpleNamespace(
         size=4,
         _simulated="SIMULATED cpu",
         _script_environment=lambda size: {"GPUS": str(size)},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 
@@ -46,7 +44,7 @@ def test_results_are_right(node: Node, family: str, seed: int) -> None:
     cases = [
         ComputeCase(operation, dtype, side, seed, repeats, seconds, timed=operation in TIMED)
         for number, (operation, dtypes) in enumerate(FAMILIES[family].items())
-        for dtype in (_every_other(dtypes, seed + number) if quick and not dense else dtypes)
+        for dtype in ((dtypes[(seed + number) % 2 :: 2] or dtypes) if quick and not dense else dtypes)
     ]
     compute(node, cases)
 
@@ -69,10 +67,6 @@ def test_each_kind_of_kernel_once(node: Node, seed: int) -> None:
 def test_speed_of_launches(node: Node) -> None:
     """Measure the time of small kernels; the check of performance judges it."""
     node.on_ranks("compute", measure_launches, {"quick": 5, "standard": 15, "long": 51}[node.depth])
-
-
-def _every_other(dtypes: Sequence[str], start: int) -> Sequence[str]:
-    return dtypes[start % 2 :: 2] or dtypes
 
 
 # A quick run repeats only products: its few repeats of the others would add nothing to `test_results_are_right`.

@@ -153,11 +153,7 @@ def worst(kinds: Iterable[Kind]) -> Kind:
 
 
 def _moves(named: Mapping[str, RunReport], numbers: Sequence[_Numbers]) -> dict[int, list[str]]:
-    """Return for each host whose GPU is in another host, too, a line for each such GPU.
-
-    Raises:
-        ValueError: a GPU is in two reports of one host.
-    """
+    """Return for each host whose GPU is in another host, too, a line for each such GPU."""
     hosts = dict(zip(named, (its.hosts for its in numbers), strict=True))
     lines_of_host: dict[int, list[str]] = {}
     for key, visits in sightings({file: report for file, report in named.items() if not report.simulated}).items():

@@ -27,11 +27,7 @@ _SHOWN = ("samples", "columns", "shape", "dtype", "classes")
 
 
 def plan_file(text: str) -> Path:
-    """Return the path of a plan: a type for `argparse`.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no valid TOML, has an entry that is no table, or cannot be written.
-    """
+    """Return the path of a plan: a type for `argparse`."""
     path = Path(text)
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -277,11 +277,7 @@ class Revision:
         return {**variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*ours, *inherited]))}
 
     def plan(self, plan: ComparisonPlan) -> ComparisonPlan:
-        """Return the plan of the same script in the commit.
-
-        Raises:
-            ValueError: the commit has no such script.
-        """
+        """Return the plan of the same script in the commit."""
         python, *words = plan.command
         words = [self.moved(word) for word in words]
         script = next((word for word in words if not word.startswith("-")), "")

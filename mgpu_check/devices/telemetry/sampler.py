@@ -135,9 +135,6 @@ class TelemetrySampler:
         interval: seconds between two samples of a GPU.
         epoch: start of the run, by `time.monotonic`; default now.
         deadline: seconds until a query counts as hanging; default 20, simulated 2.
-
-    Raises:
-        ValueError: `interval` is not positive.
     """
 
     def __init__(

@@ -24,11 +24,7 @@ _LARGEST = 4095
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A model and batches of integers, with one optimizer step per batch.
-
-    Raises:
-        ValueError: the optimizer is unknown, or a number is too small.
-    """
+    """A model and batches of integers, with one optimizer step per batch."""
 
     model: str = "mlp"  # a name in `recipes.whole.BUILDERS`
     batch: int = 8  # rows of the global batch of a step
@@ -154,11 +150,7 @@ _FEATURES, _CLASSES, _MLP_CLASSES = 6, 10, 4
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """A model and the batches that it is trained on, one step of SGD on each.
-
-    Raises:
-        ValueError: the model is unknown, or a number is too small.
-    """
+    """A model and the batches that it is trained on, one step of SGD on each."""
 
     model: str = "mlp"
     batch: int = 4  # samples in the global batch of a step

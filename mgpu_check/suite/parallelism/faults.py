@@ -6,7 +6,7 @@ First faults of mechanisms of torch, then of `torch.distributed.tensor.parallel`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -247,10 +247,6 @@ _APART, _LOOP, _MODEL, _STEPS, _ALLREDUCE = (
 _LARGE = 16_384
 
 
-def _device_of(parameters: Mapping[str, torch.Tensor]) -> int | None:
-    return next(iter(parameters.values())).device.index
-
-
 register(
     __name__,
     FaultRow("infinite-norms-accepted", "clip_grad_norm_ accepts an infinite norm", _STEPS,
@@ -271,7 +267,7 @@ register(
     FaultRow("gradients-kept-in-the-loop", "the loop does not reset the gradients of the previous batch", _LOOP,
         around(training_steps, "clear"), lambda real, parameters: None,
         When("from the second batch on, on devices other than cuda:0",
-             lambda real, parameters: _device_of(parameters) != 0)),
+             lambda real, parameters: next(iter(parameters.values())).device.index != 0)),
     FaultRow("branch-left-out", "the output of the first branch is left out of the sum", _MODEL,
         returned(model_parallel.Branched, "forward"),
         lambda out, model, x: out - model.branches[0](x.to(model.devices[0])).to(out.device),

@@ -9,11 +9,7 @@ from torch import nn
 
 
 def try_gpu(i: int = 0) -> torch.device:
-    """Return GPU number `i` if it exists, else the CPU.
-
-    Raises:
-        ValueError: `i` is negative.
-    """
+    """Return GPU number `i` if it exists, else the CPU."""
     if i < 0:
         raise ValueError(f"try_gpu: i={i} is not valid; devices are counted from 0")
     if i < torch.cuda.device_count():
@@ -29,11 +25,7 @@ def try_all_gpus() -> list[torch.device]:
 def split_batch(
     X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Split inputs `X` and labels `y`, both (n, …), along the first dimension: one shard of each per device.
-
-    Raises:
-        ValueError: `X` and `y` have different numbers of samples.
-    """
+    """Split inputs `X` and labels `y`, both (n, …), along the first dimension: one shard of each per device."""
     if len(X) != len(y):
         raise ValueError(f"split_batch: X has {len(X)} samples, but y has {len(y)}; give one label for each input")
     return nn.parallel.scatter(X, devices), nn.parallel.scatter(y, devices)

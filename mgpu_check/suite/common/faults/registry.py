@@ -192,11 +192,7 @@ def all_faults() -> dict[str, Fault]:
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Plant the fault `name` in this process for the duration of the context. Checks may end at their first finding.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Plant the fault `name` in this process for the duration of the context. Checks may end at their first finding."""
     faults = all_faults()
     if name not in faults:
         raise ValueError(f"fault {name!r} is unknown; choose one of {', '.join(faults)}")
