@@ -2,6 +2,6 @@
 
 Gates and comparisons fill `evidence.py` from what they have recorded (`observations.py`, `tensors.py`,
 `divergence.py`). `rules/order.py` asks the rules one after the other; each returns a mistake with what was seen, or
-nothing. `report.py` registers mistakes and rules, and writes the smallest case, the likely mistakes, and a row for each
-result.
+nothing. ``mistakes.toml`` is the table of mistakes. `report.py` registers the rules, and writes the smallest case, the
+likely mistakes, and a row for each result.
 """

@@ -1,19 +1,19 @@
-"""Register mistakes, and the rules that recognize them in evidence; and write the report of a failure: the smallest
-case, the likely causes, and every observable with its relations.
+"""Read the table of mistakes, register the rules that recognize them in evidence, and write the report of a failure:
+the smallest case, the likely causes, and every observable with its relations.
 
-Each module of `mgpu_check/diagnosis/rules/` registers the mistakes and the rules of one theme. A verdict whose
-diagnosis fails is kept: the report names the part that failed, and the other parts are attempted.
+Each module of `mgpu_check/diagnosis/rules/` registers the rules of one theme; ``mistakes.toml`` has the mistakes. A
+verdict whose diagnosis fails is kept: the report names the part that failed, and the other parts are attempted.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
-import pkgutil
+import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from mgpu_check.errors import RankHang
@@ -32,7 +32,7 @@ _MARKS = {True: "yes", False: "NO", None: "-"}
 class Finding:
     """A class of mistakes that the evidence points to."""
 
-    mistake: str  # the name of a registered mistake
+    mistake: str  # the name of a known mistake
     evidence: str  # one or more clauses that describe the evidence with the names of the user's code
     ranks: tuple[int, ...] = ()  # the ranks at fault, if they are known
     site: str = ""  # the line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown
@@ -167,7 +167,6 @@ def _told(error: BaseException) -> str:
 
 
 _PAGES = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/classes/"
-_RULES = "mgpu_check.diagnosis.rules"
 
 _Evidence = TypeVar("_Evidence")
 RuleOf = Callable[[_Evidence], "Finding | None"]
@@ -189,31 +188,18 @@ class MistakeClass:
         return f"{_PAGES}{self.name}.md"
 
 
-_mistakes: dict[str, MistakeClass] = {}
-
-
-def mistake(name: str, title: str, advice: str, *, of_ranks: bool = False) -> None:
-    """Register a mistake. For the arguments, see `MistakeClass`."""
-    new = MistakeClass(name, title, advice, of_ranks)
-    registered = _mistakes.setdefault(name, new)
-    if registered != new:
-        raise ValueError(
-            f"mistake: {name!r} is the name of two: {registered.title!r} and {title!r}; give each its own name"
-        )
-
-
-def all_mistakes() -> dict[str, MistakeClass]:
-    """Return all mistakes by name, in alphabetical order. Imports no torch."""
-    _load()
-    return dict(sorted(_mistakes.items()))
+@functools.cache
+def all_mistakes() -> Mapping[str, MistakeClass]:
+    """Return the mistakes of ``mistakes.toml`` by name, in alphabetical order."""
+    table = tomllib.loads(files(__package__).joinpath("mistakes.toml").read_text(encoding="utf-8"))
+    return {name: MistakeClass(name, **row) for name, row in sorted(table.items())}
 
 
 def known_mistake(name: str) -> MistakeClass:
-    if name not in _mistakes:
-        _load()
-    if name not in _mistakes:
-        raise ValueError(f"mistake {name!r} is unknown; choose one of {', '.join(sorted(_mistakes))}")
-    return _mistakes[name]
+    mistakes = all_mistakes()
+    if name not in mistakes:
+        raise ValueError(f"mistake {name!r} is unknown; choose one of {', '.join(mistakes)}")
+    return mistakes[name]
 
 
 class RuleList(Generic[_Evidence]):
@@ -235,11 +221,7 @@ class RuleList(Generic[_Evidence]):
         return rule
 
     def in_order(self, *rules: Callable[..., Finding | None]) -> tuple[RuleOf[_Evidence], ...]:
-        """Return what applies these rules, in this order.
-
-        Raises:
-            ValueError: a rule that was registered is missing, or stands twice.
-        """
+        """Return what applies these rules, in this order."""
         names = [_full_name(rule) for rule in rules]
         if missing := sorted(self._judges.keys() - set(names)):
             raise ValueError(f"order of rules: {missing[0]} is registered and has no place; add it to the list")
@@ -280,10 +262,3 @@ def on_experiments(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
         return None if finding is None else replace(finding, confirmed=True)
 
     return on_tensors(confirmed)
-
-
-@functools.cache
-def _load() -> None:
-    for module in pkgutil.iter_modules(importlib.import_module(_RULES).__path__):
-        if module.name != "order":
-            importlib.import_module(f"{_RULES}.{module.name}")

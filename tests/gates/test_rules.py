@@ -25,7 +25,7 @@ from mgpu_check.diagnosis.evidence import (
     UnfinishedCall,
 )
 from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun, Relations, Result
-from mgpu_check.diagnosis.report import Attempts, Finding, RuleList, known_mistake, mistake
+from mgpu_check.diagnosis.report import Attempts, Finding, RuleList
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.rules.collectives import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times
@@ -214,16 +214,6 @@ def test_rules_go_in_the_order_of_a_list_that_has_each_once():
         kind.in_order(finds_too_little)
     with pytest.raises(ValueError, match=r"order of rules: .*finds_nothing has two places; leave one"):
         kind.in_order(finds_nothing, finds_too_little, finds_nothing)
-
-
-def test_a_name_is_that_of_one_mistake():
-    known = known_mistake("mean-of-means")
-    mistake(known.name, known.title, known.advice)  # as when its module is imported again
-    with pytest.raises(ValueError, match=r"mistake: 'mean-of-means' is the name of two: .* and 'other'; give"):
-        mistake(known.name, "other", known.advice)
-    assert known_mistake(known.name) == known
-    with pytest.raises(ValueError, match="mistake 'mean-of-modes' is unknown; choose one of accumulation-factor, "):
-        known_mistake("mean-of-modes")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Judge what may be wrong, by the evidence. Each module registers the mistakes and the rules of one theme.
+"""Judge what may be wrong, by the evidence. Each module registers the rules of one theme.
 
 `order` has the order of all rules, and calls them.
 """
@@ -8,21 +8,39 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Change
 from mgpu_check.diagnosis.report import Finding, RuleOf, on_evidence
 
+_Evidence = TypeVar("_Evidence")
+
+
+def says(
+    mistake_name: str, register: Callable[[RuleOf[_Evidence]], RuleOf[_Evidence]]
+) -> Callable[[Callable[[_Evidence], str]], RuleOf[_Evidence]]:
+    """Return a decorator for a rule that returns a clause on what shows the mistake, "" if nothing does."""
+
+    def decorate(rule: Callable[[_Evidence], str]) -> RuleOf[_Evidence]:
+        @functools.wraps(rule)
+        def judge(evidence: _Evidence) -> Finding | None:
+            text = rule(evidence)
+            return Finding(mistake_name, text) if text else None
+
+        return register(judge)
+
+    return decorate
+
 
 def clause(mistake_name: str, observed: str) -> RuleOf[Evidence]:
     """Return and register a rule on a text field of the evidence: its clause is all that the mistake needs."""
 
-    def judge(evidence: Evidence) -> Finding | None:
-        text = getattr(evidence, observed)
-        return Finding(mistake_name, text) if text else None
+    def rule(evidence: Evidence) -> str:
+        return getattr(evidence, observed) or ""
 
-    judge.__name__ = judge.__qualname__ = observed
-    return on_evidence(judge)
+    rule.__name__ = rule.__qualname__ = observed
+    return says(mistake_name, on_evidence)(rule)
 
 
 def on_change(*kinds: str) -> Callable[[Callable[[Change], Finding]], Callable[[Change], Finding]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.diagnosis.divergence import first_wrong_module
 from mgpu_check.diagnosis.evidence import HashSeeds, UnfinishedCall
 from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_held
-from mgpu_check.diagnosis.report import Finding, mistake, on_calls, on_experiments, on_hash_seeds, on_tensors
+from mgpu_check.diagnosis.report import Finding, on_calls, on_experiments, on_hash_seeds, on_tensors
 from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.collective_records import fewest
 from mgpu_check.processes.rank_lists import few, grouped, intervals, named
@@ -33,34 +33,6 @@ _TO_ROOT = {
     *(name for name, row in COLLECTIVES.items() if row.transfer is not None and row.transfer.takers == "root"),
 }
 """Calls that give only their root a result."""
-
-mistake(
-    "uneven-gather",
-    "tensors of different sizes are gathered as if they were alike",
-    "gather the sizes first, pad to the longest, and cut the padding off again",
-)
-mistake(
-    "not-waited",
-    "the result of an asynchronous collective is used before it is there",
-    "call wait() on the handle before the tensor is read, changed or freed",
-)
-mistake(
-    "result-discarded",
-    "a collective ran on a temporary copy, or its result was written over",
-    "keep the contiguous copy, reduce it, and copy it back; add to what was reduced before, and do not write over it",
-)
-mistake(
-    "gradient-cut-by-collective",
-    "gradients do not flow through a collective",
-    "use torch.distributed.nn.functional, which is differentiable, or put the rank's own tensor back into what "
-    "all_gather gives",
-)
-mistake(
-    "wrong-reduction",
-    "values are combined by a different operation than on one device",
-    "choose the op that matches: SUM of sums and counts, MAX of flags; the mean or norm of the parts is not that "
-    "of the whole",
-)
 
 
 @on_experiments
@@ -203,13 +175,6 @@ def other_reduction(tensors: Tensors) -> Finding | None:
 _EXACT = 1e-4  # relative tolerance for sums and norms of values that were themselves summed in another order
 _MOST_TOGETHER = 4  # most running sums that one loop may reduce in turn: losses and metrics need few
 _MOST_SUMS = 16  # most elements whose quotients are all tried: the number of pairs grows as the square
-
-mistake(
-    "reduced-again",
-    "a value is reduced although it is, or contains, a reduced value already",
-    "reduce each value once: no all_reduce after reduce_scatter or DistributedDataParallel; keep each rank's own "
-    "running sum, and reduce it at the end, or only the new values",
-)
 
 
 @on_tensors
@@ -355,13 +320,6 @@ def _equal(values: Sequence[float], expected: Sequence[float]) -> bool:
     return all(abs(value - also) <= _EXACT * abs(also) for value, also in zip(values, expected, strict=True))
 
 
-mistake(
-    "other-values-combined",
-    "a collective combines values of ranks that do not belong together",
-    "let all ranks reduce the same names in the same order: gather the names, join and sort them, and put 0 for what a "
-    "rank lacks",
-)
-
 _COMPUTED: tuple[Callable[[Sequence[float], int], float], ...] = (
     lambda row, size: row[0],
     lambda row, size: row[0] / size,
@@ -445,12 +403,6 @@ def _gives(
 
 _NEAR = 2e-3  # relative tolerance of a ratio: the results and the hypothesis are summed in different orders
 
-mistake(
-    "wrong-process-group",
-    "a collective runs over the wrong ranks, not over those that hold the parts",
-    "pass group= to the collective, and divide by the size of the group, not by the world size",
-)
-
 
 @on_tensors
 def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
@@ -497,22 +449,6 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
         return None
     together = " and ".join(named(ranks) for ranks in groups)
     return Finding("wrong-process-group", f"{split[0]} is the same within each of {together}, and differs between them")
-
-
-mistake(
-    "aliased-gather-list",
-    "the list that a collective fills holds one tensor several times",
-    "allocate each entry: [torch.empty_like(x) for _ in range(world_size)]",
-)
-mistake(
-    "strided-view", "a collective ran on a view with gaps", "communicate tensor.contiguous(), and copy the result back"
-)
-mistake(
-    "memory-formats-differ",
-    "ranks hand a collective tensors that lie in memory in another order of dimensions",
-    "give all ranks one memory format, and communicate tensor.contiguous(): a collective combines elements by "
-    "their places in memory, not by their indices",
-)
 
 
 @on_tensors
@@ -590,20 +526,6 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
             summary = f"{name} has different memory orders of its dimensions on the ranks: {_by_rank(orders)}"
             return Finding("memory-formats-differ", summary)
     return None
-
-
-mistake(
-    "loss-term-factor",
-    "one term of the loss counts once for each rank, or one over the number of ranks, and the others do not",
-    "scale all terms alike: if gradients are summed over ranks, divide an auxiliary loss or a penalty by the "
-    "number of ranks, too; if they are averaged, multiply each term that is divided by a global count",
-    of_ranks=True,
-)
-mistake(
-    "positions-restart",
-    "positions start again on each rank's part of a sequence",
-    "add the offset of the rank's part: torch.arange(length) + index * length",
-)
 
 
 @on_change("group")
@@ -696,17 +618,6 @@ _WORDS_OF_TORCH = (
     ("Default process group has not been initialized", "wrong-process-group"),
 )
 """Parts of error messages of torch, with the only class of mistakes that causes each."""
-
-mistake(
-    "uneven-steps",
-    "ranks take different numbers of steps, and wait for each other in the last",
-    "give every rank as many batches: a sampler that pads or drops, or DistributedDataParallel's join() context",
-)
-mistake(
-    "set-order",
-    "ranks go through a set, each in an order of its own",
-    "iterate over sorted(names), or over a list or dict, which keep the order of insertion",
-)
 
 
 @on_calls

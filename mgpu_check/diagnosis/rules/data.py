@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import EpochSamples, Evidence, Loader
 from mgpu_check.diagnosis.observations import CallEvent, Other, RankTrace, Result
-from mgpu_check.diagnosis.report import Finding, mistake, on_epoch, on_evidence, on_loader, on_tensors
+from mgpu_check.diagnosis.report import Finding, on_epoch, on_evidence, on_loader, on_tensors
+from mgpu_check.diagnosis.rules import says
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -23,39 +24,12 @@ if TYPE_CHECKING:
 
 _EQUAL = 1e-5  # relative tolerance for counts and rows: ranks sum them in another order than one device
 
-mistake(
-    "dataset-not-split",
-    "every rank sees all samples",
-    "give the loader a DistributedSampler; split an IterableDataset by rank (and by worker) in its __iter__",
-)
-mistake(
-    "samples-missed",
-    "some samples are never seen",
-    "check the bounds of the shards; drop_last drops up to world size times batch size samples of each epoch",
-)
-mistake(
-    "padding-counted",
-    "samples that were repeated to fill the last shards are counted",
-    "drop the repeated samples: keep the first len(dataset) after the gather, or use a sampler that does not pad",
-)
-mistake(
-    "epochs-not-reshuffled",
-    "each epoch visits the samples in the same order",
-    "call sampler.set_epoch(epoch) before each epoch",
-)
-mistake(
-    "split-differs-between-ranks",
-    "ranks shuffle or split the data differently, so that their parts overlap",
-    "shuffle and split by a generator with one seed for all ranks: random_split(…, generator=torch.Generator()."
-    "manual_seed(seed)), or the same for a permutation whose parts the ranks take",
-)
 
-
-@on_evidence
-def surplus_samples(evidence: Evidence) -> Finding | None:
+@says("padding-counted", on_evidence)
+def surplus_samples(evidence: Evidence) -> str:
     """Detect padding by a sampler: ranks saw samples more often than one device does."""
     pads = any(sampler.samples % sampler.replicas and not sampler.drop_last for sampler in evidence.samplers)
-    return Finding("padding-counted", evidence.surplus) if evidence.surplus and pads else None
+    return evidence.surplus if pads else ""
 
 
 @on_tensors
@@ -88,8 +62,8 @@ def _by_rank(seeds: dict[int, object]) -> str:
     return ", ".join(f"rank {rank}: {seed}" for rank, seed in sorted(seeds.items()))
 
 
-@on_tensors
-def samples_several_times(tensors: Tensors) -> Finding | None:
+@says("split-differs-between-ranks", on_tensors)
+def samples_several_times(tensors: Tensors) -> str:
     """Detect a split that differs between ranks: some samples are counted too often, and others too rarely.
 
     The evidence is a returned vector of equal counts on one device, such as a count for each sample.
@@ -97,9 +71,8 @@ def samples_several_times(tensors: Tensors) -> Finding | None:
     for name, expected, got in tensors.returned():
         alike = expected.dim() == 1 and len(expected) > 1 and bool((expected == expected[0]).all())
         if alike and bool((got > expected).any()) and bool((got < expected).any()):
-            summary = f"{name}: some samples are on several ranks, and others on none"
-            return Finding("split-differs-between-ranks", summary)
-    return None
+            return f"{name}: some samples are on several ranks, and others on none"
+    return ""
 
 
 @on_tensors
@@ -117,13 +90,13 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors
-def counted_by_every_rank(tensors: Tensors) -> Finding | None:
+@says("dataset-not-split", on_tensors)
+def counted_by_every_rank(tensors: Tensors) -> str:
     """Detect a dataset that is not split: returned integers are too large by the world size."""
     counts = _multiplied(tensors)
     if not counts or any(tensors.seen[0].values[name].is_floating_point() for name in counts):
-        return None
-    return Finding("dataset-not-split", f"{counts[0]} is {tensors.size} times the count of one device")
+        return ""
+    return f"{counts[0]} is {tensors.size} times the count of one device"
 
 
 def _multiplied(tensors: Tensors) -> list[Result]:
@@ -205,19 +178,18 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors
-def counts_too_few(tensors: Tensors) -> Finding | None:
+@says("samples-missed", on_tensors)
+def counts_too_few(tensors: Tensors) -> str:
     """Detect missed samples: one device returns the number of samples of the batch, and rank 0 a smaller count.
 
     Both must be single values, and the smaller one a whole number of at least 0. This must hold with all seeds. Return
-    None if no returned value is such a count, or if some results differ between ranks.
+    "" if no returned value is such a count, or if some results differ between ranks.
     """
     for name in tensors.wrong("returned"):
         if all(_counts_fewer(case, name) for case in (tensors, *tensors.further)):
             count = int(tensors.seen[0].values[name])
-            summary = f"{name} counts {count} samples on ranks, and all {tensors.samples} on one device"
-            return Finding("samples-missed", summary)
-    return None
+            return f"{name} counts {count} samples on ranks, and all {tensors.samples} on one device"
+    return ""
 
 
 def _counts_fewer(tensors: Tensors, name: Result) -> bool:
@@ -265,86 +237,75 @@ def _other_rows(tensors: Tensors, mistake_name: str, sign: int) -> Finding | Non
     return None
 
 
-@on_tensors
-def truncates(tensors: Tensors) -> Finding | None:
+@says("samples-missed", on_tensors)
+def truncates(tensors: Tensors) -> str:
     """Detect missed samples: one device gives the same result without the last samples."""
     left_out = f"without the last {tensors.samples % tensors.size} of {tensors.samples} samples"
-    return _of_another_batch(tensors, "samples-missed", left_out, "truncated")
+    return _of_another_batch(tensors, left_out, "truncated")
 
 
-@on_tensors
-def counts_a_tensor_several_times(tensors: Tensors) -> Finding | None:
+@says("partial-result-added-on-every-rank", on_tensors)
+def counts_a_tensor_several_times(tensors: Tensors) -> str:
     """Detect a tensor of the batch that all ranks have, and that a gather puts together as if it were divided."""
     several = f"with all positions of one tensor of the batch {tensors.size} times, once for each rank"
-    return _of_another_batch(tensors, "partial-result-added-on-every-rank", several, "tensor-several-times")
+    return _of_another_batch(tensors, several, "tensor-several-times")
 
 
-@on_tensors
-def blocks_in_other_order(tensors: Tensors) -> Finding | None:
+@says("blocks-in-other-order", on_tensors)
+def blocks_in_other_order(tensors: Tensors) -> str:
     """Detect blocks of a divided tensor in another order: one device gives the same with these blocks exchanged."""
     if (alternative := tensors.alternative("blocks-in-other-order")) is None:
-        return None
+        return ""
     blocks, *names = alternative.names
-    summary = (
-        f"{tensors.names[0]} is what one device gives with the rows of {few(names)} as {blocks} with both numbers "
-        "exchanged"
-    )
-    return Finding("blocks-in-other-order", summary)
+    exchanged = f"with the rows of {few(names)} as {blocks} with both numbers exchanged"
+    return f"{tensors.names[0]} is what one device gives {exchanged}"
 
 
-@on_tensors
-def pads_the_batch(tensors: Tensors) -> Finding | None:
+@says("padding-counted", on_tensors)
+def pads_the_batch(tensors: Tensors) -> str:
     """Detect padding: one device gives the same result if the batch has the first samples twice."""
     twice = f"when the first {-tensors.samples % tensors.size} of {tensors.samples} samples are taken twice"
-    return _of_another_batch(tensors, "padding-counted", twice, "padded")
+    return _of_another_batch(tensors, twice, "padded")
 
 
-@on_tensors
-def of_rank_0_alone(tensors: Tensors) -> Finding | None:
+@says("value-of-one-rank", on_tensors)
+def of_rank_0_alone(tensors: Tensors) -> str:
     """Detect a result of rank 0 on all ranks: one device gives the same for the samples of rank 0 alone."""
     alone = "for rank 0's samples alone, on all ranks"
-    return _of_another_batch(tensors, "value-of-one-rank", alone, "first-shard-only", "first-block-only")
+    return _of_another_batch(tensors, alone, "first-shard-only", "first-block-only")
 
 
-def _of_another_batch(tensors: Tensors, mistake_name: str, how: str, *kinds: Other) -> Finding | None:
-    if tensors.alternative(*kinds) is None:
-        return None
-    return Finding(mistake_name, f"{tensors.names[0]} is what one device gives {how}")
+def _of_another_batch(tensors: Tensors, how: str, *kinds: Other) -> str:
+    return f"{tensors.names[0]} is what one device gives {how}" if tensors.alternative(*kinds) is not None else ""
 
 
 # One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a
 # rank that reads all samples misses none.
-@on_epoch
-def read_by_each_worker(samples: EpochSamples) -> Finding | None:
+@says("dataset-not-split", on_epoch)
+def read_by_each_worker(samples: EpochSamples) -> str:
     """Detect a dataset that is not split between workers: each worker of a rank reads the same samples."""
     if not samples.telling or not samples.per_worker:
-        return None
+        return ""
     also = ", and every rank all samples" if samples.whole else ""
-    summary = f"each of the {samples.workers} workers of a rank reads the same samples{also}"
-    return Finding("dataset-not-split", summary)
+    return f"each of the {samples.workers} workers of a rank reads the same samples{also}"
 
 
-@on_epoch
-def read_by_each_rank(samples: EpochSamples) -> Finding | None:
+@says("dataset-not-split", on_epoch)
+def read_by_each_rank(samples: EpochSamples) -> str:
     """Detect a dataset that is not split: every rank sees all samples."""
-    if not samples.telling or not samples.whole:
-        return None
-    summary = f"each of the {len(samples.counts)} ranks sees all {samples.expected.total()} samples"
-    return Finding("dataset-not-split", summary)
+    text = f"each of the {len(samples.counts)} ranks sees all {samples.expected.total()} samples"
+    return text if samples.telling and samples.whole else ""
 
 
-@on_epoch
-def repeated_to_fill(samples: EpochSamples) -> Finding | None:
+@says("padding-counted", on_epoch)
+def repeated_to_fill(samples: EpochSamples) -> str:
     """Detect padding: not more samples are repeated than fill the last batches."""
     if not samples.telling or not samples.padded:
-        return None
+        return ""
     repeated = samples.repeated
     how = "DistributedSampler" if repeated.total() < len(samples.counts) else "samplers that fill the last batches"
-    return Finding(
-        "padding-counted",
-        f"{repeated.total()} of {samples.expected.total()} samples repeated ({samples.shown(repeated)}), so that each "
-        f"rank has as many, as {how} would do; padding=True accepts it",
-    )
+    which = f"{repeated.total()} of {samples.expected.total()} samples repeated ({samples.shown(repeated)})"
+    return f"{which}, so that each rank has as many, as {how} would do; padding=True accepts it"
 
 
 @on_epoch
@@ -374,22 +335,21 @@ def shared_out_unlike(samples: EpochSamples) -> Finding | None:
     return Finding("split-differs-between-ranks", ", ".join(filter(None, [several, additional, none])), strange)
 
 
-@on_epoch
-def on_no_rank(samples: EpochSamples) -> Finding | None:
+@says("samples-missed", on_epoch)
+def on_no_rank(samples: EpochSamples) -> str:
     """Detect samples that are on no rank."""
     missing = samples.missing
     if not samples.telling or not missing:
-        return None
+        return ""
     few = missing.total() <= samples.most_in_tail
     drop = "; as many as drop_last may drop, which dropped=True accepts" if few else ""
-    summary = f"{missing.total()} of {samples.expected.total()} on no rank ({samples.shown(missing)}){drop}"
-    return Finding("samples-missed", summary)
+    return f"{missing.total()} of {samples.expected.total()} on no rank ({samples.shown(missing)}){drop}"
 
 
-@on_epoch
-def uneven_batches(samples: EpochSamples) -> Finding | None:
+@says("uneven-steps", on_epoch)
+def uneven_batches(samples: EpochSamples) -> str:
     """Detect uneven numbers of batches, if no sample is missing or repeated beyond what the user accepts."""
-    return Finding("uneven-steps", samples.told_of_batches) if samples.covered and samples.uneven else None
+    return samples.told_of_batches if samples.covered and samples.uneven else ""
 
 
 @on_loader
@@ -398,41 +358,19 @@ def order_repeats(loader: Loader) -> Finding | None:
     return Finding("epochs-not-reshuffled", loader.order, tuple(loader.repeating)) if loader.repeating else None
 
 
-mistake(
-    "not-scattered",
-    "non-tensor arguments reach every replica whole, not split",
-    "make tensors of lists before DataParallel scatters the batch",
-)
-mistake(
-    "blocks-in-other-order",
-    "the blocks of a divided tensor are in another order than on one device",
-    "cut a fused weight (gate and up; query, key and value) piece by piece, and repeat each head where it is "
-    "(repeat_interleave), not all heads one after the other",
-)
-mistake(
-    "gathered-in-other-order",
-    "gathered values are in the order of the ranks, not of the samples",
-    "undo the interleaving of the sampler: torch.stack(parts, dim=1).flatten(0, 1); gather tensors one by one, and "
-    "concatenate them after that",
-)
-
-
-@on_tensors
-def first_shard_for_all(tensors: Tensors) -> Finding | None:
+@says("not-scattered", on_tensors)
+def first_shard_for_all(tensors: Tensors) -> str:
     """Detect a part of the batch that DataParallel does not scatter; skipped for steps that use ranks."""
     if any(True for _ in tensors.events("collective", "wrap")) or not tensors.wrong("grads", "returned"):
-        return None  # a buffer of the first device holds what its own samples give
+        return ""  # a buffer of the first device holds what its own samples give
     if (alternative := tensors.alternative("first-part-of-a-tensor")) is None:
-        return None
-    return Finding(
-        "not-scattered",
-        f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
-        f"{alternative.index} of the batch",
-    )
+        return ""
+    values = f"the first shard's values of tensor {alternative.index} of the batch"
+    return f"{tensors.names[0]} is what one device gives when every shard has {values}"
 
 
-@on_tensors
-def other_order(tensors: Tensors) -> Finding | None:
+@says("gathered-in-other-order", on_tensors)
+def other_order(tensors: Tensors) -> str:
     """Detect gathered rows in the wrong order: a result has the rows of one device, but permuted."""
     for name in tensors.wrong("returned"):
         expected = tensors.expected.exact.get(name)
@@ -446,19 +384,13 @@ def other_order(tensors: Tensors) -> Finding | None:
         order = distance.argmin(1).tolist()
         near = bool((distance.amin(1) <= _EQUAL * float(others.abs().max())).all())
         if near and sorted(order) == list(range(len(rows))) != order:
-            return Finding("gathered-in-other-order", f"{name} has the rows of one device in another order")
-    return None
+            return f"{name} has the rows of one device in another order"
+    return ""
 
 
 _Rows = list[tuple[int, ...]]  # labels, a row for each sample
 _BITS = 16.0
 """Evidence required, in bits: labels match the next tokens by chance with a probability of 2^-16 per layout."""
-
-mistake(
-    "labels-shifted-after-split",
-    "labels are shifted after the sequence is split, so the last token of each part has no label, or a wrong one",
-    "shift labels on the whole sequence, and split inputs and labels after that",
-)
 
 
 @on_tensors

@@ -11,66 +11,38 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.divergence import has_unlike_results
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Change, Result
-from mgpu_check.diagnosis.report import Finding, mistake, on_evidence, on_tensors
-from mgpu_check.diagnosis.rules import on_change
+from mgpu_check.diagnosis.report import Finding, on_evidence, on_tensors
+from mgpu_check.diagnosis.rules import on_change, says
 from mgpu_check.processes.rank_lists import grouped, named
 
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
 
-mistake(
-    "different-initialization",
-    "ranks start from different parameters",
-    "seed all ranks alike before the model is built, or broadcast the parameters from rank 0; offset seeds after that",
-)
-mistake(
-    "random-numbers-per-rank",
-    "a result depends on random numbers that are drawn rank by rank",
-    "draw numbers that must be the same on all ranks from a generator with one seed; for the comparison, switch "
-    "dropout and augmentation off",
-)
-mistake(
-    "decision-per-rank",
-    "each rank decides by its own values what all ranks must do alike",
-    "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a scale, a rate or "
-    "the end",
-)
-mistake(
-    "value-of-one-rank",
-    "a value that all ranks use is right on one rank only, or differs between ranks",
-    "all_reduce where every rank needs the result; reduce and gather deliver to dst only",
-)
-
-
-@on_evidence
-def restores_on_some(evidence: Evidence) -> Finding | None:
+@says("restored-on-one-rank", on_evidence)
+def restores_on_some(evidence: Evidence) -> str:
     """Detect a checkpoint that only some ranks load, if ranks start from different parameters."""
-    if evidence.start is None or not evidence.loads.apart:
-        return None
-    return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.start.briefly}")
+    start, loads = evidence.start, evidence.loads
+    return f"{loads.told}, and {start.briefly}" if start is not None and loads.apart else ""
 
 
-@on_evidence
-def restores_later_on_some(evidence: Evidence) -> Finding | None:
+@says("restored-on-one-rank", on_evidence)
+def restores_later_on_some(evidence: Evidence) -> str:
     """Detect a checkpoint that only some ranks load, if ranks start alike and differ later."""
-    if evidence.start is not None or not evidence.loads.apart or not evidence.parted:
-        return None
-    return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.parted}")
+    later = evidence.start is None and evidence.loads.apart and evidence.parted
+    return f"{evidence.loads.told}, and {evidence.parted}" if later else ""
 
 
-@on_evidence
-def starts_apart(evidence: Evidence) -> Finding | None:
+@says("different-initialization", on_evidence)
+def starts_apart(evidence: Evidence) -> str:
     """Detect different initial parameters, if all ranks load a checkpoint or no rank does."""
-    if evidence.start is None or evidence.loads.apart:
-        return None
-    return Finding("different-initialization", evidence.start.told)
+    return "" if evidence.start is None or evidence.loads.apart else evidence.start.told
 
 
-@on_evidence
-def decides_by_rank(evidence: Evidence) -> Finding | None:
+@says("decision-per-rank", on_evidence)
+def decides_by_rank(evidence: Evidence) -> str:
     """Detect steps, learning rates, loss scales or trained parameters that differ between ranks."""
-    return next((Finding("decision-per-rank", each.told) for each in evidence.decisions if each.apart), None)
+    return next((each.told for each in evidence.decisions if each.apart), "")
 
 
 @on_change("draw")
@@ -81,10 +53,10 @@ def right_with_numbers_of_rank_0(change: Change) -> Finding:
     return Finding("random-numbers-per-rank", summary, site=change.site)
 
 
-@on_evidence
-def decides_by_own_values(evidence: Evidence) -> Finding | None:
+@says("decision-per-rank", on_evidence)
+def decides_by_own_values(evidence: Evidence) -> str:
     """Detect a value that differs between ranks and decides, even if the ranks happened to decide alike."""
-    return next((Finding("decision-per-rank", ground.told) for ground in evidence.grounds if ground.apart), None)
+    return next((ground.told for ground in evidence.grounds if ground.apart), "")
 
 
 @on_tensors
@@ -274,16 +246,3 @@ def buffers_drift(tensors: Tensors) -> Finding | None:
     """Detect buffers that differ between ranks."""
     drifted = [name for name in tensors.relations.split if name.kind == "buffers"]
     return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
-
-
-mistake(
-    "buffers-drift",
-    "buffers differ between ranks",
-    "gather or reduce over all ranks what the forward pass writes to a buffer, such as the keys of a queue or a moving "
-    "average; broadcast_buffers=True only copies the buffers of rank 0",
-)
-mistake(
-    "evaluation-differs",
-    "ranks give different answers in evaluation mode",
-    "synchronize buffers before evaluation, and call eval() on every rank",
-)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import is_held
-from mgpu_check.diagnosis.report import Finding, mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.report import Finding, on_evidence, on_tensors
 from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
@@ -24,31 +24,6 @@ if TYPE_CHECKING:
 
 _NEAR = 1e-4  # relative tolerance for norms of gradients that were summed in another order
 _EXACT = 1e-3  # tolerance of the exponent of the world size. The factor itself fits all elements to 1e-5.
-
-mistake(
-    "world-size-factor",
-    "a result is off by a factor that depends on the number of ranks",
-    "average once: DistributedDataParallel divides by the world size already, all_reduce with SUM does not",
-    of_ranks=True,
-)
-mistake(
-    "expert-gradients-factor",
-    "gradients of experts are off by the size of the group that shares the experts out",
-    "scale the gradients of experts like all others: an expert sees the tokens of all ranks of its group, so its "
-    "gradient is their sum; if the other gradients are averaged over ranks, divide it by the size of the group",
-    of_ranks=True,
-)
-mistake(
-    "accumulation-factor",
-    "a result is off by the number of micro-batches",
-    "divide each micro-batch's loss by the number of micro-batches of its own window, the last and incomplete one "
-    "included, or sum and divide once by the count",
-)
-mistake(
-    "opposite-sign",
-    "a value has the opposite sign",
-    "look for an exchanged difference, such as new minus old for old minus new, and for a gradient that is subtracted",
-)
 
 
 @on_evidence
@@ -269,12 +244,6 @@ _SEVERAL = 3  # fewest elements of a gradient, so that it is no multiple of anot
 _COMPUTED = 1e-5
 """Tolerance, as a fraction of the largest element, for multiples of one gradient that ranks compute separately."""
 _EXACT_RATIO = 1e-4  # relative tolerance between a factor and the factor that a rounded count would cause
-
-mistake(
-    "integer-division",
-    "a mean, or a share of a count, loses its fraction",
-    "divide with /, and not with //, in floating point, and convert integers before they are averaged",
-)
 
 
 @on_tensors
@@ -522,17 +491,6 @@ def _joint_norm(values: Mapping[Result, torch.Tensor], names: Sequence[Result]) 
 
 _NARROW = ("float16", "bfloat16")
 _ROUNDED = 2.0**-4  # relative error that rounding in a few sums may cause: bfloat16 has a precision of 8 bits
-
-mistake(
-    "low-precision-overflow",
-    "a sum over ranks overflows the narrow dtype that it is communicated in",
-    "divide before the sum, or reduce in float32",
-)
-mistake(
-    "low-precision-arithmetic",
-    "values are rounded to a narrower dtype than on one device",
-    "reduce and accumulate in float32",
-)
 
 
 @on_tensors

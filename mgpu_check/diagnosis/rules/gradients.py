@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.divergence import module_of_partial_gradients
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_clipped, norms_of
-from mgpu_check.diagnosis.report import Finding, mistake, on_evidence, on_experiments, on_tensors
+from mgpu_check.diagnosis.report import Finding, on_evidence, on_experiments, on_tensors
 from mgpu_check.diagnosis.rules import on_change
 from mgpu_check.processes.rank_lists import few, named
 
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
 
 _CLOSE = 1e-4  # tolerance of a sum over ranks, as a fraction of its largest element
 _LEAST_ELEMENTS = 4  # fewer numbers may add up by chance
-mistake(
-    "gradients-not-synchronized",
-    "gradients of some parameters stay on each rank",
-    "wrap every trained parameter in DistributedDataParallel, after the last change to the model; call the "
-    "wrapper, not the module inside; keep the wrapper until backward has run; leave no_sync() before the last "
-    "backward of a step; set find_unused_parameters=True if a step leaves parameters unused",
-)
-mistake(
-    "partial-result-added-on-every-rank",
-    "a term that belongs to the result once enters a sum or a gather once for each rank",
-    "add the bias (or residual) after the all_reduce, or on one rank only; gather only what is divided",
-)
 
 
 @on_tensors
@@ -239,12 +227,6 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
 _LEFT_OUT, _UNLIKE, _ONCE = 1e-3, 1e-2, 1e-3
 """Limits on weights: a smaller weight counts as 0, a larger difference as unequal, a smaller distance from 1 as 1."""
 
-mistake(
-    "stale-gradients",
-    "gradients of an earlier step or micro-batch are added in",
-    "call optimizer.zero_grad() on every rank before each window, and do not reduce what is reduced already",
-)
-
 
 @on_tensors
 def adds_what_was_left(tensors: Tensors) -> Finding | None:
@@ -302,14 +284,6 @@ def _reduced_between(tensors: Tensors) -> CallEvent | None:
         if reduces and 0 < passes < len(tensors.traces[0].of("backward")):
             return event
     return None
-
-
-mistake(
-    "clipped-before-synchronization",
-    "gradients are clipped by a norm that is not the norm of the whole, averaged gradient",
-    "synchronize (and unscale) first, then clip by the norm of the whole gradient: all-reduce the sum of squares "
-    "of what each rank holds a part of",
-)
 
 
 @on_tensors
@@ -405,19 +379,6 @@ def _gradients(case: Tensors) -> Iterator[list[torch.Tensor]]:
             yield gradients
 
 
-mistake(
-    "updated-too-often",
-    "a moving average, a counter or a statistic is updated several times in a step, and on one device once",
-    "update it once, after the optimizer step: not in each micro-batch, and not again in a recomputed forward pass",
-)
-mistake(
-    "recomputation-differs",
-    "a forward pass that is computed again for backward differs from the one before",
-    "keep unchanged all that the checkpointed function reads: the states of generators, buffers, flags of modules; let "
-    "it update nothing",
-)
-
-
 @on_change("last")
 def written_several_times(change: Change) -> Finding:
     """Detect writes that a step repeats, if the step is right when only the last of them happens."""
@@ -436,19 +397,6 @@ def recomputes_something_else(change: Change) -> Finding:
     """Detect recomputation that changes the results: the step is right if activations are kept."""
     summary = f"{change.where} computes activations again in backward; if it keeps them, the step is right"
     return Finding("recomputation-differs", summary, site=change.site)
-
-
-mistake(
-    "mean-of-means",
-    "a mean over each part's own samples or tokens is averaged over the parts",
-    "sum over each rank's own samples or tokens, and divide by the global count, all-reduced first",
-)
-mistake(
-    "batch-statistics-per-rank",
-    "each rank takes statistics over its own shard, but one device takes them over the whole batch",
-    "convert BatchNorm with torch.nn.SyncBatchNorm.convert_sync_batchnorm, all-reduce or gather other statistics "
-    "of the batch, or compare with a reference that takes the batch shard by shard",
-)
 
 
 @on_change("weigh")
