@@ -101,20 +101,18 @@ class Watch:
         Repeat up to `_TRIES` times if a GPU has no sample under load: on a busy machine a sample may come late."""
         begun = self.now()
         for _ in range(_TRIES):
-            self._keep_busy(node, check, seconds)
+            numbers, guests = node.numbers, {}
+            for gpus in self._of.values():
+                index = next((numbers.index(number) for number, _ in gpus if number in numbers), None)
+                if index is not None:
+                    guests[index] = (gpus, self._made_of(), self.interval)
+            for result in node.on_ranks(check, busy_and_listening, seconds, guests):
+                if isinstance(result, Visit):
+                    self._note(result)
             samples = [sample for sample in self.samples() if sample.at >= begun]
             if self._answering & set(node.numbers) <= {sample.gpu for sample in samples if is_under_load(sample)}:
                 break
         return samples
-
-    def _keep_busy(self, node: Node, check: str, seconds: float) -> None:
-        numbers, guests = node.numbers, {}
-        for gpus in self._of.values():
-            if (index := next((numbers.index(number) for number, _ in gpus if number in numbers), None)) is not None:
-                guests[index] = (gpus, self._made_of(), self.interval)
-        for result in node.on_ranks(check, busy_and_listening, seconds, guests):
-            if isinstance(result, Visit):
-                self._note(result)
 
     def samples(self) -> list[TelemetrySample]:
         return sorted([*self._sampler.samples(), *self._samples], key=lambda sample: (sample.at, sample.gpu))

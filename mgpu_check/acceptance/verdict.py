@@ -253,7 +253,11 @@ class _Candidates:
         """Return every smallest set of candidates that explains all failures; none if there are too many to try."""
         candidates = self.candidates
         explained = [frozenset(each for each in candidates if each.explains(key, self.hosts)) for key in self.failed]
-        price = {candidate: self._price(candidate) for candidate in candidates}
+        price = {}
+        for candidate in candidates:
+            failures = sum(candidate.explains(key, self.hosts) for key in self.failed)
+            passes = sum(candidate.explains(key, self.hosts) for key in self.passed)
+            price[candidate] = candidate.cost + _SPOILED * passes / max(1, passes + failures)
         for link in (candidate for candidate in candidates if len(candidate.components) == 2):
             pair = link.components[0].members
             ends = {(Part("gpu", (member,)),) for member in pair}
@@ -310,11 +314,6 @@ class _Candidates:
         both |= {pair: _BOTH_WAYS for pair in copies if pair < pair[::-1] and pair[::-1] in copies}
         links = (Suspect((Part("link", pair), Part("link", pair[::-1])), cost) for pair, cost in both.items())
         return sorted([*alone, *links])
-
-    def _price(self, suspect: Suspect) -> float:
-        failures = sum(suspect.explains(key, self.hosts) for key in self.failed)
-        passes = sum(suspect.explains(key, self.hosts) for key in self.passed)
-        return suspect.cost + _SPOILED * passes / max(1, passes + failures)
 
 
 LOCALISATION_SECONDS = {"quick": 60.0, "standard": 300.0, "long": 1800.0}

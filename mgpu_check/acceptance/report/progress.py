@@ -75,9 +75,14 @@ class Live:
         remaining = "" if seconds_left is None else f", {seconds_text(_coarse(seconds_left))} left"
         if self._until is not None:
             remaining = f", at most {seconds_text(_coarse(max(0.0, self._until - self._clock())))} left"
+        so_far = f"no failure in {what(self._seen.total(), 'look')}"
+        if self._seen["failed"]:
+            so_far = f"REJECTED so far, {what(self._seen['failed'], 'failure')}"
+        if self._seen["unknown"]:
+            so_far += f", {self._seen['unknown']} unknown"
         done = len(self._tests) - self._left.total()
         passed = seconds_text(round(self._clock() - self._started))
-        return f"[{done}/{len(self._tests)}] {passed}{remaining}; {self._so_far()}: {self._doing}".rstrip(": ")
+        return f"[{done}/{len(self._tests)}] {passed}{remaining}; {so_far}: {self._doing}".rstrip(": ")
 
     def left(self) -> float | None:
         """Estimate the seconds left; None if too few tests have finished, or all have.
@@ -101,14 +106,6 @@ class Live:
                 return None
         running = self._clock() - self._began if self._check else 0.0
         return max(0.0, remaining - running)
-
-    def _so_far(self) -> str:
-        phrases = [f"no failure in {what(self._seen.total(), 'look')}"]
-        if self._seen["failed"]:
-            phrases = [f"REJECTED so far, {what(self._seen['failed'], 'failure')}"]
-        if self._seen["unknown"]:
-            phrases.append(f"{self._seen['unknown']} unknown")
-        return ", ".join(phrases)
 
     def _stay(self, text: str, red: bool = False) -> None:
         self._said = self._clock()

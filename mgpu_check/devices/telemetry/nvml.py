@@ -427,19 +427,12 @@ class NvmlSource:
             except nvml.NVMLError as error:
                 trouble.append(f"its GPU {index} does not answer: {error}")
                 continue
-            for uuid in self._mig_devices(handle):
-                handles[_plain(uuid)] = handle
+            with contextlib.suppress(nvml.NVMLError):  # the GPU has no MIG mode
+                for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                    with contextlib.suppress(nvml.NVMLError):  # no device in this place
+                        mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+                        handles[_plain(nvml.nvmlDeviceGetUUID(mig))] = handle
         return handles, trouble
-
-    def _mig_devices(self, handle: Any) -> list[str]:
-        nvml = self._nvml
-        uuids: list[str] = []
-        with contextlib.suppress(nvml.NVMLError):  # the GPU has no MIG mode
-            for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with contextlib.suppress(nvml.NVMLError):  # no device in this place
-                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-                    uuids.append(nvml.nvmlDeviceGetUUID(mig))
-        return uuids
 
 
 def _plain(uuid: str) -> str:

@@ -115,7 +115,11 @@ class _GpuThread(threading.Thread):
         self._lost: str | None = None
 
     def run(self) -> None:
-        self._identify()
+        # Before a query that may hang: an accused GPU must be found in its slot.
+        for field in asked(("identity",), self._gpu, self._gpus):
+            value = self._ask(field) if self._lost is None else None
+            if value is not None:
+                self._output.write({"identity": [self._gpu, field, value]})
         due = time.monotonic()
         while True:
             try:
@@ -125,13 +129,6 @@ class _GpuThread(threading.Thread):
                 self._sample()
             else:
                 self._answer(number, full)
-
-    def _identify(self) -> None:
-        """Report what identifies this GPU, before a query that may hang: an accused GPU must be found in its slot."""
-        for field in asked(("identity",), self._gpu, self._gpus):
-            value = self._ask(field) if self._lost is None else None
-            if value is not None:
-                self._output.write({"identity": [self._gpu, field, value]})
 
     def _sample(self) -> None:
         if self._lost is None:

@@ -192,8 +192,14 @@ class SimulatedSource:
         """Return the value of a field: that of the last override in effect, or else the healthy value."""
         for index, override in reversed(list(enumerate(self._overrides))):
             if override.gpu == gpu and override.field in ("", field) and self._begun(override):
-                return self._overridden(index, override, field)
-        return self._truth(gpu, field)
+                return self._overridden(index, override)
+        if field == "uuid":
+            return self._gpus[gpu]
+        if field == "serial":
+            return f"SIMULATED-{gpu}"
+        if field == "pci":
+            return f"00000000:{gpu:02X}:00.0"
+        return self._profile[field if peer_of(field) is None else field.rpartition("_")[0]]
 
     def events(self, seconds: float) -> list[XidEvent]:
         """Return the planted Xids that are due."""
@@ -213,7 +219,7 @@ class SimulatedSource:
     def _begun(self, override: Override) -> bool:
         return time.monotonic() - self._began >= override.after
 
-    def _overridden(self, index: int, override: Override, field: str) -> Value:
+    def _overridden(self, index: int, override: Override) -> Value:
         if override.error == "timeout":
             threading.Event().wait()
         if override.error == "lost":
@@ -227,12 +233,3 @@ class SimulatedSource:
             step = self._asked.get(index, self._steps)
             self._asked[index] = step + 1
         return int((override.value or 0) + step * override.grows)
-
-    def _truth(self, gpu: int, field: str) -> Value:
-        if field == "uuid":
-            return self._gpus[gpu]
-        if field == "serial":
-            return f"SIMULATED-{gpu}"
-        if field == "pci":
-            return f"00000000:{gpu:02X}:00.0"
-        return self._profile[field if peer_of(field) is None else field.rpartition("_")[0]]

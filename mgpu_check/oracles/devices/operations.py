@@ -66,7 +66,14 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Ten
     """
     flat = mismatches.reshape(-1)
     errors = int(flat.sum())
-    places = _first(flat)
+    # The first 4096 places that are true, block by block, so that memory does not grow with the errors.
+    places: list[int] = []
+    for start in range(0, flat.numel(), _BLOCK):
+        block = flat[start : start + _BLOCK]
+        if bool(block.any()):
+            places += (block.nonzero()[: _LOOKED_AT - len(places), 0] + start).tolist()
+        if len(places) >= _LOOKED_AT:
+            break
     evidence: dict[str, Any] = {"errors": errors, "elements": flat.numel()}
     if not places:
         return evidence
@@ -90,18 +97,6 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Ten
         "lanes": len({position % 32 for position in places}),
         "box": [[min(axis), max(axis)] for axis in zip(*indices, strict=True)],
     }
-
-
-def _first(flat: torch.Tensor) -> list[int]:
-    """Return the first 4096 places that are true, block by block, so that memory does not grow with the errors."""
-    places: list[int] = []
-    for start in range(0, flat.numel(), _BLOCK):
-        block = flat[start : start + _BLOCK]
-        if bool(block.any()):
-            places += (block.nonzero()[: _LOOKED_AT - len(places), 0] + start).tolist()
-        if len(places) >= _LOOKED_AT:
-            break
-    return places
 
 
 DTYPES: dict[str, torch.dtype] = {

@@ -393,18 +393,14 @@ class Progress:
     def _text(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
         running = self._session.test.examples if self._running and self._session is not None else 0
+        done, left = self._done, ""
+        # The checks to come take as long on average as those that have ended.
+        if self._first is not None and done >= max(1, _KNOWN * self._total):
+            left = f", about {(self._clock() - self._first) / done * (self._total - done):.0f} s left"
         return (
-            f"[{self._done}/{self._total}{failed}] {self._clock() - self._started:.0f} s{self._left_over()}, "
+            f"[{done}/{self._total}{failed}] {self._clock() - self._started:.0f} s{left}, "
             f"{self._examples + running} examples: {self._current}"
         )
-
-    def _left_over(self) -> str:
-        """Return an estimate of the time left: the checks to come take as long on average as those that have ended."""
-        done = self._done
-        if self._first is None or done < max(1, _KNOWN * self._total):
-            return ""
-        each = (self._clock() - self._first) / done
-        return f", about {each * (self._total - done):.0f} s left"
 
 
 def _file(nodeid: str) -> str:

@@ -269,7 +269,8 @@ def assert_barrier_holds(
         "asynchronous": lambda: (work := dist.barrier(group, async_op=True, device_ids=devices)) and work.wait(),
     }
     wait = waits[form]
-    store = _fresh_store()
+    # The store of a new group: all ranks share it, and no earlier call has used it.
+    store = dist.distributed_c10d._world.pg_map[dist.new_group(backend="gloo")][1]
     if members and rank.index not in members:
         return
     departures, size = 0, len(members) or rank.size
@@ -295,11 +296,6 @@ def assert_barrier_holds(
     suffix = f" in the group {list(members)}" if members else ""
     text = f"{departures} ranks left it before rank {late} had entered it"
     raise_findings([WrongResult(f"barrier {form}{suffix}", text)] if departures else [], 1, rank)
-
-
-def _fresh_store() -> Any:
-    """Return a store that all ranks share and that no earlier call has used: the store of a new group."""
-    return dist.distributed_c10d._world.pg_map[dist.new_group(backend="gloo")][1]
 
 
 def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], seed: int) -> None:

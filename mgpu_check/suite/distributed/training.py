@@ -84,7 +84,9 @@ class Replica:
         prepare(self.module)
         self.module.to(self.member.rank.device)
         self.wrap()
-        self.judge_start()
+        # Without broadcast_buffers each rank keeps its own buffers, even at the start.
+        which = oracle.state_of if options.get("broadcast_buffers", True) else oracle.parameters_of
+        self.agree(which(self.module), which(self.one.held), "after wrapping")
         self.optimizer = run.optimize(self.module)
         self.coming = iter(enumerate(run.batches(), start=1))
         self.number = 0
@@ -196,12 +198,6 @@ class Replica:
     def judge_parameters(self) -> None:
         got, expected = oracle.parameters_of(self.module), oracle.parameters_of(self.one.held)
         self.agree(got, expected, f"parameters after step {self.number}")
-
-    def judge_start(self) -> None:
-        """Compare parameters and buffers with those of rank 0, right after the model was wrapped."""
-        # Without broadcast_buffers each rank keeps its own buffers, even at the start.
-        which = oracle.state_of if self.options.get("broadcast_buffers", True) else oracle.parameters_of
-        self.agree(which(self.module), which(self.one.held), "after wrapping")
 
     def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
         with self.findings.collected():
