@@ -16,7 +16,7 @@ from mgpu_check.diagnosis.divergence import first_wrong_module
 from mgpu_check.diagnosis.evidence import HashSeeds, UnfinishedCall
 from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_held
 from mgpu_check.diagnosis.report import Finding, on_calls, on_experiments, on_hash_seeds, on_tensors
-from mgpu_check.diagnosis.rules import on_change
+from mgpu_check.diagnosis.rules import on_change, says
 from mgpu_check.processes.collective_records import fewest
 from mgpu_check.processes.rank_lists import few, grouped, intervals, named
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES
@@ -161,15 +161,15 @@ def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
     return not judged or 2 * sum(judged) > len(judged)
 
 
-@on_tensors
-def other_reduction(tensors: Tensors) -> Finding | None:
+@says("wrong-reduction", on_tensors)
+def other_reduction(tensors: Tensors) -> str:
     """Detect results that are the maximum, the minimum or the root of the sum of squares of the parts' results."""
     for division in tensors.hypotheses.divisions:
         for how, name in (("max", "max"), ("min", "min"), ("norm", "root of sum of squares")):
             if tensors.is_combined(division, how):
                 what = f"the {name} of what ranks have for {division.name}"
-                return Finding("wrong-reduction", f"{tensors.names[0]} is {what}")
-    return None
+                return f"{tensors.names[0]} is {what}"
+    return ""
 
 
 _EXACT = 1e-4  # relative tolerance for sums and norms of values that were themselves summed in another order
@@ -430,12 +430,12 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors
-def parted_by_group(tensors: Tensors) -> Finding | None:
+@says("wrong-process-group", on_tensors)
+def parted_by_group(tensors: Tensors) -> str:
     """Detect a wrong process group: ranks agree within groups of one size, and differ between the groups."""
     split = [name for name in tensors.relations.split if len(tensors.holders(name)) == tensors.size]
     if not split or len(split) < len(tensors.relations.split) or tensors.size < 4:
-        return None
+        return ""
     partitions = [grouped((run.digests.get(name), rank) for rank, run in enumerate(tensors.seen)) for name in split]
     groups = [ranks for _, ranks in partitions[0]]
     sizes = {len(ranks) for ranks in groups}
@@ -446,9 +446,9 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
     differs = any(len({run.digests.get(name) for run in case.seen}) > 1 for case in tensors.further for name in split)
     always &= differs or not tensors.further
     if len(sizes) != 1 or not 1 < min(sizes) < tensors.size or not same or not always:
-        return None
+        return ""
     together = " and ".join(named(ranks) for ranks in groups)
-    return Finding("wrong-process-group", f"{split[0]} is the same within each of {together}, and differs between them")
+    return f"{split[0]} is the same within each of {together}, and differs between them"
 
 
 @on_tensors
@@ -513,19 +513,18 @@ def _order(layout: Sequence[int]) -> str:
     return ">".join(map(str, layout)) or "any"
 
 
-@on_tensors
-def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
+@says("memory-formats-differ", on_tensors)
+def parameters_of_other_layouts(tensors: Tensors) -> str:
     """Detect parameters whose memory formats differ between ranks, if the step communicates at all."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
     layouts = [event.details["layouts"] for event in firsts if event is not None and "layouts" in event.details]
     if len(layouts) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
-        return None
+        return ""
     for name, order in layouts[0].items():
         orders = [layout[name] for layout in layouts if name in layout]  # a stage of a pipeline has its own parameters
         if tensors.is_whole(name) and len(orders) == len(layouts) and any(layout != order for layout in orders):
-            summary = f"{name} has different memory orders of its dimensions on the ranks: {_by_rank(orders)}"
-            return Finding("memory-formats-differ", summary)
-    return None
+            return f"{name} has different memory orders of its dimensions on the ranks: {_by_rank(orders)}"
+    return ""
 
 
 @on_change("group")

@@ -59,8 +59,8 @@ def decides_by_own_values(evidence: Evidence) -> str:
     return next((ground.told for ground in evidence.grounds if ground.apart), "")
 
 
-@on_tensors
-def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
+@says("decision-per-rank", on_tensors)
+def steps_unlike_one_device(tensors: Tensors) -> str:
     """Detect an optimizer that steps another number of times than on one device, which explains all wrong parameters.
 
     One of both ends with the parameters that the other has after as many steps.
@@ -68,13 +68,10 @@ def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
     on_ranks, on_device = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
     on_all = {run.optimizer_steps for run in tensors.seen}
     if not on_ranks or not on_device or on_ranks == on_device or not tensors.steps_alike or len(on_all) > 1:
-        return None  # the step may use no optimizer, and a reference may have others
+        return ""  # the step may use no optimizer, and a reference may have others
     if not _ends_after(tensors, min(on_ranks, on_device)):
-        return None
-    return Finding(
-        "decision-per-rank",
-        f"the optimizer has stepped {on_ranks} times on {tensors.size} ranks, {on_device} times on one device",
-    )
+        return ""
+    return f"the optimizer has stepped {on_ranks} times on {tensors.size} ranks, {on_device} times on one device"
 
 
 def _ends_after(tensors: Tensors, steps: int) -> bool:
@@ -95,24 +92,23 @@ def _ends_after(tensors: Tensors, steps: int) -> bool:
     return bool(mismatches)
 
 
-@on_tensors
-def updates_on_some(tensors: Tensors) -> Finding | None:
+@says("value-of-one-rank", on_tensors)
+def updates_on_some(tensors: Tensors) -> str:
     """Detect a parameter that only some ranks update, so that ranks differ."""
     odd = next(iter(_updated_unlike(tensors)), None)
     if odd is None or odd not in tensors.relations.split:
-        return None
+        return ""
     before = tensors.expected.single.initial[odd.of]
     values = [run.values.get(odd) for run in tensors.seen]
     shaped = {rank: value for rank, value in enumerate(values) if value is not None and value.shape == before.shape}
     updated = [rank for rank, value in shaped.items() if not value.to(before.dtype).equal(before)]
     if len(shaped) < tensors.size or not 0 < len(updated) < tensors.size:
-        return None
-    summary = f"{odd} was updated on {named(updated)} only, and not sent to the other ranks"
-    return Finding("value-of-one-rank", summary)
+        return ""
+    return f"{odd} was updated on {named(updated)} only, and not sent to the other ranks"
 
 
-@on_tensors
-def kept_on_some(tensors: Tensors) -> Finding | None:
+@says("value-of-one-rank", on_tensors)
+def kept_on_some(tensors: Tensors) -> str:
     """Detect a parameter or buffer that some ranks updated correctly, and that has its initial value on the others."""
     initial = tensors.expected.single.initial
     for name in tensors.relations.split:
@@ -124,9 +120,8 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
         moved = [rank for rank, value in enumerate(shaped) if not value.to(before.dtype).equal(before)]
         if not 0 < len(moved) < tensors.size or set(moved) & set(tensors.relations.wrong.get(name, [])):
             continue
-        summary = f"{name} was updated on {named(moved)} only, and has its initial value on the others"
-        return Finding("value-of-one-rank", summary)
-    return None
+        return f"{name} was updated on {named(moved)} only, and has its initial value on the others"
+    return ""
 
 
 @on_tensors
@@ -156,18 +151,17 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors
-def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
+@says("decision-per-rank", on_tensors)
+def decides_for_its_parameters(tensors: Tensors) -> str:
     """Detect a decision per owner: only some parameters were updated, and one device updates all of them or none."""
     moved, should = _updates(tensors)
     odd = next(iter(_updated_unlike(tensors)), None)
     if odd is None or len(set(should.values())) != 1 or len(set(moved.values())) != 2 or updates_on_some(tensors):
-        return None
+        return ""
     all_stay = not should[odd]
-    return Finding(
-        "decision-per-rank",
+    return (
         f"{odd} was {'updated' if all_stay else 'left as it was'} and other parameters were not, where one device "
-        f"{'skips the step' if all_stay else 'updates all'}: the rank that owns it decided alone",
+        f"{'skips the step' if all_stay else 'updates all'}: the rank that owns it decided alone"
     )
 
 
@@ -202,15 +196,15 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
     return moved, should
 
 
-@on_tensors
-def right_on_one_rank(tensors: Tensors) -> Finding | None:
+@says("value-of-one-rank", on_tensors)
+def right_on_one_rank(tensors: Tensors) -> str:
     """Detect a result that is right on exactly one rank.
 
     A parameter may be right by chance, after the update by a wrong gradient. If a collective gave ranks different
     results, the code is not at fault.
     """
     if has_unlike_results(tensors.traces):
-        return None
+        return ""
     for name in tensors.relations.split:
         right_ranks = tensors.right_ranks(name)
         if len(tensors.relations.wrong.get(name, [])) < tensors.size - 1 or len(right_ranks) != 1:
@@ -218,8 +212,8 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
         (rank,) = right_ranks
         wrong_before = tensors.relations.wrong.get(Result("grads", name.of), []) if name.kind == "params" else []
         if rank not in wrong_before and all(rank in case.right_ranks(name) for case in tensors.further):
-            return Finding("value-of-one-rank", f"{name} is right on rank {rank}, and not on the other ranks")
-    return None
+            return f"{name} is right on rank {rank}, and not on the other ranks"
+    return ""
 
 
 @on_tensors
@@ -241,8 +235,8 @@ def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors
-def buffers_drift(tensors: Tensors) -> Finding | None:
+@says("buffers-drift", on_tensors)
+def buffers_drift(tensors: Tensors) -> str:
     """Detect buffers that differ between ranks."""
     drifted = [name for name in tensors.relations.split if name.kind == "buffers"]
-    return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
+    return f"{drifted[0]} differs between ranks" if drifted else ""

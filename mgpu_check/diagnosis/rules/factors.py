@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import is_held
 from mgpu_check.diagnosis.report import Finding, on_evidence, on_tensors
+from mgpu_check.diagnosis.rules import says
 from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
@@ -26,19 +27,19 @@ _NEAR = 1e-4  # relative tolerance for norms of gradients that were summed in an
 _EXACT = 1e-3  # tolerance of the exponent of the world size. The factor itself fits all elements to 1e-5.
 
 
-@on_evidence
-def not_divided_by_micro_batches(evidence: Evidence) -> Finding | None:
+@says("accumulation-factor", on_evidence)
+def not_divided_by_micro_batches(evidence: Evidence) -> str:
     """Detect a factor that is the ratio of two numbers of micro-batches, and also that of the summed losses."""
     factor, ratio = evidence.factor, evidence.undivided
     if factor is None or ratio == 1 or abs(factor.value - ratio) > factor.near * ratio:
-        return None
+        return ""
     summary = (
         f"{factor.told}; a rank has {ratio:.4g} times as many micro-batches as one device, and its losses add up to "
         "as much"
     )
     if evidence.size in (ratio, 1 / ratio):
         summary += "; or the loss has a factor of the world size, which is the same number"
-    return Finding("accumulation-factor", summary)
+    return summary
 
 
 @on_evidence
@@ -62,21 +63,21 @@ def off_by_world_size(evidence: Evidence) -> Finding | None:
     return Finding("world-size-factor", summary, confirmed=confirmed)
 
 
-@on_evidence
-def off_by_a_sign(evidence: Evidence) -> Finding | None:
+@says("opposite-sign", on_evidence)
+def off_by_a_sign(evidence: Evidence) -> str:
     """Detect the factor -1."""
     factor = evidence.factor
     if factor is None or abs(factor.value + 1) > factor.near:
-        return None
-    return Finding("opposite-sign", f"{factor.told} -1 times what one device gives{factor.ending}")
+        return ""
+    return f"{factor.told} -1 times what one device gives{factor.ending}"
 
 
-@on_evidence
-def off_by_micro_batches(evidence: Evidence) -> Finding | None:
+@says("accumulation-factor", on_evidence)
+def off_by_micro_batches(evidence: Evidence) -> str:
     """Detect a factor that equals the number of micro-batches or its inverse."""
     factor = evidence.factor
     if factor is None or not _by_micro_batches(evidence):
-        return None
+        return ""
     summary = (
         f"{factor.told} {factor.value:.4g} times what one device gives, with {evidence.micro_batches:g} backward "
         "passes in each step"
@@ -85,7 +86,7 @@ def off_by_micro_batches(evidence: Evidence) -> Finding | None:
         summary += "; or the loss has a factor of the world size, which is the same number"
     if factor.rough:
         summary = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}{factor.ending}"
-    return Finding("accumulation-factor", summary)
+    return summary
 
 
 def _by_micro_batches(evidence: Evidence) -> bool:
@@ -159,22 +160,21 @@ def _is_divided(tensors: Tensors, name: Result) -> bool:
     )
 
 
-@on_tensors
-def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
+@says("world-size-factor", on_tensors)
+def first_step_off_by_world_size(tensors: Tensors) -> str:
     """Detect a factor of the world size in the gradients, or in the update, of the first wrong optimizer step."""
     for step, factor, of_update in _first(tensors):
         if abs(abs(math.log(factor, tensors.size)) - 1) >= _EXACT:
-            return None
+            return ""
         if of_update:
-            return Finding(
-                "world-size-factor",
+            return (
                 f"the gradients of optimizer step {step + 1} are right, and it changes the parameters {factor:.4g} "
                 f"times as much as on one device, on {tensors.size} ranks: does the learning rate depend on the world "
-                "size?",
+                "size?"
             )
         if step == 0 and tensors.factor() is None:
-            return Finding("world-size-factor", _of_gradients(step, factor))
-    return None
+            return _of_gradients(step, factor)
+    return ""
 
 
 @on_evidence
@@ -208,16 +208,15 @@ def _clipped_norm(trace: RankTrace) -> float | None:
     return None if clip is None else clip.details.get("norm")
 
 
-@on_tensors
-def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
+@says("accumulation-factor", on_tensors)
+def first_step_off_by_micro_batches(tensors: Tensors) -> str:
     """Detect an integer factor in the gradients of the first wrong optimizer step, if that is not the first step."""
     for step, factor, of_update in _first(tensors):
         inverse = max(factor, 1 / factor)
         if of_update or not step or inverse <= 1.5 or abs(inverse - round(inverse)) >= 2e-3:
-            return None
-        summary = f"{_of_gradients(step, factor)}, and those of the steps before are right"
-        return Finding("accumulation-factor", summary)
-    return None
+            return ""
+        return f"{_of_gradients(step, factor)}, and those of the steps before are right"
+    return ""
 
 
 def _first(tensors: Tensors) -> Iterator[tuple[int, float, bool]]:
@@ -300,22 +299,21 @@ def _multiple(value: torch.Tensor, base: torch.Tensor) -> float | None:
     return factor if bool(((value - factor * base).abs() <= _COMPUTED * value.abs().max()).all()) else None
 
 
-@on_tensors
-def counts_parts_unlike(tensors: Tensors) -> Finding | None:
+@says("decision-per-rank", on_tensors)
+def counts_parts_unlike(tensors: Tensors) -> str:
     """Detect a loss scale of each rank's own: ranks agree on a sum that gives parts of equal size unequal weights."""
     if not tensors.gradient_like or tensors.hypotheses.padded:
-        return None
+        return ""
     for division, rows in _weighed(tensors):
         if division.even and _alike(rows) and max(rows[0]) > (1 + _UNLIKE) * min(rows[0]) > 0:
             factors = _left_factors(tensors, division)
             if factors is None or _ratio(factors, rows[0]) is None:
                 continue  # parts may also be of another size than the division says
-            return Finding(
-                "decision-per-rank",
+            return (
                 f"{few(tensors.names)}: the parts of ranks have equal size but unequal weights: backward leaves the "
-                f"gradient of its part times a factor of each rank's own ({_each(factors)})",
+                f"gradient of its part times a factor of each rank's own ({_each(factors)})"
             )
-    return None
+    return ""
 
 
 def _left_factors(tensors: Tensors, division: Division) -> list[float] | None:
@@ -335,48 +333,46 @@ def _left_factors(tensors: Tensors, division: Division) -> list[float] | None:
     return factors or None
 
 
-@on_tensors
-def clips_each_part(tensors: Tensors) -> Finding | None:
+@says("clipped-before-synchronization", on_tensors)
+def clips_each_part(tensors: Tensors) -> str:
     """Detect clipping before the mean: all parts enter the mean with the same norm."""
     if not tensors.gradient_like:
-        return None
+        return ""
     for division, rows in _weighed(tensors):
         norms = tensors.norms_of_parts(division)
         counted = [weight * norm for weight, norm in zip(rows[0], norms, strict=True)]
         if _alike(rows) and min(counted) > 0 and max(counted) <= (1 + _SAME) * min(counted):
             shown = ", ".join(f"{norm:.4g}" for norm in norms)
-            return Finding(
-                "clipped-before-synchronization",
+            return (
                 f"{few(tensors.names)}: the parts of ranks have norms {shown}, but enter the sum with equal norms: "
-                "each part was clipped before the sum",
+                "each part was clipped before the sum"
             )
-    return None
+    return ""
 
 
-@on_tensors
-def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
+@says("clipped-before-synchronization", on_tensors)
+def limits_by_a_norm_of_parts(tensors: Tensors) -> str:
     """Detect a wrong norm in clipping: one device always reaches one norm, and ranks another one."""
     if not tensors.gradient_like or tensors.wrong_alone or not tensors.further:
-        return None
+        return ""
     cases = (tensors, *tensors.further)
     if any(name not in case.expected.exact for case in cases for name in tensors.names):
-        return None
+        return ""
     norms = [_joint_norm(case.expected.exact, tensors.names) for case in cases]
     own = [_joint_norm(case.seen[0].values, tensors.names) for case in cases]
     # A norm needs several elements to be evidence. If it is the same in all cases, it is a limit.
     several = sum(tensors.expected.exact[name].numel() for name in tensors.names) > 2
     is_limit = several and min(norms) > 0 and max(norms) <= (1 + _SAME) * min(norms)
     if not is_limit or abs(own[0] - norms[0]) <= _UNLIKE * norms[0] or tensors.factor() is not None:
-        return None
-    return Finding(
-        "clipped-before-synchronization",
+        return ""
+    return (
         f"{few(tensors.names)}: on one device the norm is {norms[0]:.4g} for every batch, so it is limited, and on "
-        f"{tensors.size} ranks it is {own[0]:.4g}: ranks clip by the norm of a part",
+        f"{tensors.size} ranks it is {own[0]:.4g}: ranks clip by the norm of a part"
     )
 
 
-@on_tensors
-def rounds_to_integers(tensors: Tensors) -> Finding | None:
+@says("integer-division", on_tensors)
+def rounds_to_integers(tensors: Tensors) -> str:
     """Detect a mean without its fraction: wrong values are those of one device, rounded down or towards zero."""
     for name in tensors.wrong("returned"):
         cases = [(case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)]
@@ -391,9 +387,8 @@ def rounds_to_integers(tensors: Tensors) -> Finding | None:
         if telling and dropped and bool((expected != expected.round()).any()):
             values = few([f"{value:.6g}" for value in expected.flatten().tolist()])
             quotients = few([f"{value:.6g}" for value in rounded.flatten().tolist()])
-            summary = f"{name} is {quotients}, and {values} on one device: the fraction is dropped"
-            return Finding("integer-division", summary)
-    return None
+            return f"{name} is {quotients}, and {values} on one device: the fraction is dropped"
+    return ""
 
 
 def _is_quotient(tensors: Tensors, expected: torch.Tensor, got: torch.Tensor) -> bool:
@@ -411,23 +406,22 @@ def _is_quotient(tensors: Tensors, expected: torch.Tensor, got: torch.Tensor) ->
     return False
 
 
-@on_tensors
-def divides_a_count(tensors: Tensors) -> Finding | None:
+@says("integer-division", on_tensors)
+def divides_a_count(tensors: Tensors) -> str:
     """Detect integer division of a count: the factor is the ratio of the exact and the rounded share."""
     ratio = tensors.factor_here()
     # A single number is a multiple of any other, so its factor is weak evidence.
     alone = sum(tensors.expected.exact[name].numel() for name in tensors.names) == 1
     if ratio is None or ratio <= 0 or (alone and tensors.mean_of_parts is not None):
-        return None
+        return ""
     for count, subject in _counts(tensors):
         if (share := _rounded_share(ratio, count, tensors.size)) is not None:
             rounded, how = share
-            return Finding(
-                "integer-division",
+            return (
                 f"{few(tensors.names)} is {ratio:.6g} times what one device gives: {subject}, {count:g}, divided by "
-                f"{tensors.size} ranks is {count / tensors.size:g}, and {rounded:g} rounded {how}, as by //",
+                f"{tensors.size} ranks is {count / tensors.size:g}, and {rounded:g} rounded {how}, as by //"
             )
-    return None
+    return ""
 
 
 def _rounded_share(ratio: float | None, count: int, size: int) -> tuple[int, str] | None:

@@ -15,7 +15,7 @@ from mgpu_check.diagnosis.divergence import module_of_partial_gradients
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_clipped, norms_of
 from mgpu_check.diagnosis.report import Finding, on_evidence, on_experiments, on_tensors
-from mgpu_check.diagnosis.rules import on_change
+from mgpu_check.diagnosis.rules import on_change, says
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -29,17 +29,16 @@ _CLOSE = 1e-4  # tolerance of a sum over ranks, as a fraction of its largest ele
 _LEAST_ELEMENTS = 4  # fewer numbers may add up by chance
 
 
-@on_tensors
-def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
+@says("gradients-not-synchronized", on_tensors)
+def adds_up_no_parts_of_an_activation(tensors: Tensors) -> str:
     """Detect an activation whose gradient each rank has a part of, because nothing adds up the parts in backward."""
     module = module_of_partial_gradients(tensors)
     if module is None:
-        return None
+        return ""
     name, ranks = module
-    return Finding(
-        "gradients-not-synchronized",
+    return (
         f"each of {named(ranks)} has a part of the gradient of the output of {name}: their sum is the gradient of one "
-        "device, and nothing adds them up in backward, where the output enters layers that ranks divide",
+        "device, and nothing adds them up in backward, where the output enters layers that ranks divide"
     )
 
 
@@ -195,11 +194,11 @@ def right_with_an_addend_once(change: Change) -> Finding:
     return Finding("partial-result-added-on-every-rank", summary, site=change.site)
 
 
-@on_tensors
-def added_on_every_rank(tensors: Tensors) -> Finding | None:
+@says("partial-result-added-on-every-rank", on_tensors)
+def added_on_every_rank(tensors: Tensors) -> str:
     """Detect a term that every rank adds before the sum: the result has it once per rank instead of once."""
     if tensors.size < 2:
-        return None
+        return ""
     vectors = ((name, value) for name, value in tensors.seen[0].initial.items() if value.dim() == 1)
     parameters = {name: value.double() for name, value in vectors if value.is_floating_point()}
     for name in tensors.wrong("returned"):
@@ -209,18 +208,16 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
         excess = (got.double() - exact) / (tensors.size - 1)
         for owner, value in parameters.items():
             if exact.shape[-1] == len(value) and tensors.same(excess, value.expand_as(excess), got):
-                return Finding(
-                    "partial-result-added-on-every-rank",
+                return (
                     f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it "
-                    "before the sum",
+                    "before the sum"
                 )
     alternative = None if tensors.broken else tensors.alternative("biases-several-times")
     if alternative is None:
-        return None
-    return Finding(
-        "partial-result-added-on-every-rank",
+        return ""
+    return (
         f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(alternative.names)}: each of "
-        f"{tensors.size} ranks adds it before the sum",
+        f"{tensors.size} ranks adds it before the sum"
     )
 
 
@@ -228,8 +225,8 @@ _LEFT_OUT, _UNLIKE, _ONCE = 1e-3, 1e-2, 1e-3
 """Limits on weights: a smaller weight counts as 0, a larger difference as unequal, a smaller distance from 1 as 1."""
 
 
-@on_tensors
-def adds_what_was_left(tensors: Tensors) -> Finding | None:
+@says("stale-gradients", on_tensors)
+def adds_what_was_left(tensors: Tensors) -> str:
     """Detect stale gradients: the error of a step's gradient is a multiple of the gradient of the step before."""
     stages, exact = tensors.seen[0].snapshots, tensors.expected.snapshots
     for step in range(1, min(len(stages), len(exact))):
@@ -246,9 +243,8 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
             share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
             if share > _LEFT_OUT and tensors.same(excess, share * before, got):
                 added = "that" if abs(share - 1) < _ONCE else f"{share:.4g} times that"
-                summary = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
-                return Finding("stale-gradients", summary)
-    return None
+                return f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
+    return ""
 
 
 @on_tensors
@@ -306,34 +302,32 @@ def clips_first(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_evidence
-def clips_by_other_norms(evidence: Evidence) -> Finding | None:
+@says("clipped-before-synchronization", on_evidence)
+def clips_by_other_norms(evidence: Evidence) -> str:
     """Detect clipping that found a different norm on each rank."""
-    return Finding("clipped-before-synchronization", evidence.norms.told) if evidence.norms.apart else None
+    return evidence.norms.told if evidence.norms.apart else ""
 
 
-@on_tensors
-def clips_parts(tensors: Tensors) -> Finding | None:
+@says("clipped-before-synchronization", on_tensors)
+def clips_parts(tensors: Tensors) -> str:
     """Detect clipping before the mean: gradients are the mean of the parts', and right while no limit applies."""
     mean = tensors.mean_of_parts
     if mean is None or not mean[0].even or mean[0].along or not _is_limited(tensors):
-        return None
-    return Finding(
-        "clipped-before-synchronization",
+        return ""
+    return (
         f"{tensors.names[0]} is the mean of what each rank computes for its own part, and right for a batch that is "
-        "scaled down: a limit on the norm is applied before the mean",
+        "scaled down: a limit on the norm is applied before the mean"
     )
 
 
-@on_tensors
-def limits_another_norm(tensors: Tensors) -> Finding | None:
+@says("clipped-before-synchronization", on_tensors)
+def limits_another_norm(tensors: Tensors) -> str:
     """Detect clipping by the wrong norm: ranks agree, and are right only if the batch is scaled down."""
     if not tensors.names or tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):
-        return None
-    return Finding(
-        "clipped-before-synchronization",
+        return ""
+    return (
         f"{few(tensors.names)} is right for a batch that is scaled down: a limit is applied to another norm than that "
-        "of the whole gradient",
+        "of the whole gradient"
     )
 
 
@@ -412,16 +406,15 @@ def counts_micro_batches_alike(change: Change) -> Finding:
     return Finding("mean-of-means", summary, site=change.site, advice=advice)
 
 
-@on_evidence
-def statistics_of_parts(evidence: Evidence) -> Finding | None:
+@says("batch-statistics-per-rank", on_evidence)
+def statistics_of_parts(evidence: Evidence) -> str:
     """Detect batch statistics of each rank's shard, if the gradients are the mean of the shards' gradients."""
     tensors = evidence.tensors
     if not evidence.normalizes or tensors is None:
-        return None
+        return ""
     if not any(tensors.is_combined(division, "mean") for division in tensors.hypotheses.divisions):
-        return None
-    summary = f"{evidence.normalizes}, and the gradients are the mean of the shards' gradients"
-    return Finding("batch-statistics-per-rank", summary)
+        return ""
+    return f"{evidence.normalizes}, and the gradients are the mean of the shards' gradients"
 
 
 @on_tensors
@@ -437,37 +430,35 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors
-def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
+@says("batch-statistics-per-rank", on_tensors)
+def takes_parts_for_the_batch(tensors: Tensors) -> str:
     """Detect gradients that are the mean of the parts', while one device gives no weighted sum of the parts."""
     mean = tensors.mean_of_parts
     if mean is None or mean[0].along or not tensors.gradient_like or clips_parts(tensors):
-        return None
+        return ""
     if tensors.is_sum_of_parts(mean[0]) is not False:
-        return None
-    return Finding(
-        "batch-statistics-per-rank",
+        return ""
+    return (
         f"{tensors.names[0]} is the mean of what each rank computes for its own part ({mean[0].name}){mean[1]}, but "
         "no weighted sum of the parts gives the result of one device: something in the step depends on all samples, "
-        "and each rank has only its own",
+        "and each rank has only its own"
     )
 
 
-@on_tensors
-def mean_of_parts(tensors: Tensors) -> Finding | None:
+@says("mean-of-means", on_tensors)
+def mean_of_parts(tensors: Tensors) -> str:
     """Detect an unweighted mean over the parts, where the parts should have other weights."""
     mean = tensors.mean_of_parts
     if mean is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(mean[0]) is False:
-        return None
+        return ""
     division, also = mean
     if also and tensors.factor() is not None:
-        return None  # one factor explains the difference, so the weights are right
+        return ""  # one factor explains the difference, so the weights are right
     windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
     counts = ", ".join(map(str, division.counts))
-    return Finding(
-        "mean-of-means",
+    return (
         f"{tensors.names[0]} is the unweighted mean of what each rank computes for its own part ({division.name}: "
-        f"{counts}{windows}){also}: all parts count alike, even where they hold different numbers of samples or tokens",
+        f"{counts}{windows}){also}: all parts count alike, even where they hold different numbers of samples or tokens"
     )
 
 

@@ -88,20 +88,19 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_tensors
-def starts_anew(tensors: Tensors) -> Finding | None:
+@says("optimizer-differs", on_tensors)
+def starts_anew(tensors: Tensors) -> str:
     """Detect several optimizers that make as many steps together as one on one device: each begins without a state."""
     single = tensors.expected.single
     counts = {(run.optimizers, run.optimizer_steps) for run in tensors.seen}
     if len(counts) > 1 or not single.optimizers or not tensors.wrong("params"):
-        return None
+        return ""
     optimizers, steps = counts.pop()
     if steps != single.optimizer_steps or not single.optimizers < optimizers <= steps:
-        return None
-    return Finding(
-        "optimizer-differs",
+        return ""
+    return (
         f"{optimizers} optimizers make {steps} steps together on ranks, and {single.optimizers} on one device: each "
-        "starts without the moments that the one before has collected",
+        "starts without the moments that the one before has collected"
     )
 
 
