@@ -83,14 +83,14 @@ def warm(
 def command(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template
 ) -> Callable[..., str]:
-    """Run `mgpu-check` with arguments, from a directory that is not the checkout; what it has printed."""
+    """Run `mgpu-check`, or another module, from a directory that is not the checkout; what it has printed."""
     for name in list(os.environ):
         if name.startswith(("MGPU_CHECK_", "PYTEST_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "120")
 
-    def command(*arguments: str, code: int = 0) -> str:
-        module = ("-m", "mgpu_check")
+    def command(*arguments: str, code: int = 0, program: str = "mgpu_check") -> str:
+        module = ("-m", program)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             process = (
                 subprocess.Popen([sys.executable, *module, *arguments], cwd=tmp_path, stdout=out, stderr=errors)

@@ -37,6 +37,9 @@ def test_step(ranks):
         build=lambda: nn.Linear(4, 2),
         batch=lambda n: (torch.randn(n, 4), torch.randn(n, 2)),
         step=step,
+        sizes=[4],
+        world_sizes=[2],
+        max_examples=1,
     )
 """
 

@@ -342,7 +342,9 @@ def command(): return Command
 """
 
 
-@pytest.mark.parametrize("source", PARSERS)
+@pytest.mark.parametrize(
+    "source", [pytest.param(one, marks=pytest.mark.slow) if "torch" in one else one for one in PARSERS]
+)
 def test_the_arguments_are_those_of_the_parser_that_runs(repository, monkeypatch, tmp_path, source):
     """The module click is a small one here, because its package may not be installed."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

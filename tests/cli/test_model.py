@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,14 @@ from tests.models.test_examination import report, way
 NETS = Path(__file__).parents[1] / "models" / "nets.py"
 
 
-def model(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mgpu_check", "model", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
-
-
-def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(tmp_path):
+def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(command, tmp_path):
     report(*map(way, ("ddp", "tp-layers"))).write(str(tmp_path / "golden.json"))
     options = ("--ways=ddp,tp-layers,hsdp", "--report=model.json", "--golden=golden.json", "-k", "not options")
-    done = model(f"{NETS}:Tied", "--gpus=2", "--simulate", *options, cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Tied, 273 parameters, on 2 SIMULATED GPUs\n  batch: tokens [n, 8] of integers below 16" in done.stdout
-    assert "trains as on one device under ddp; differs under tp-layers" in done.stdout
-    assert f" model {NETS}:Tied --gpus=2 --simulate" in done.stdout
-    changed = [line for line in done.stdout.splitlines() if line.startswith("since golden.json: CHANGED: ")]
+    text = command("model", f"{NETS}:Tied", "--gpus=2", "--simulate", *options, code=1)
+    assert "Tied, 273 parameters, on 2 SIMULATED GPUs\n  batch: tokens [n, 8] of integers below 16" in text
+    assert "trains as on one device under ddp; differs under tp-layers" in text
+    assert f" model {NETS}:Tied --gpus=2 --simulate" in text
+    changed = [line for line in text.splitlines() if line.startswith("since golden.json: CHANGED: ")]
     assert [line.split()[3] for line in changed] == ["tp-layers:", "hsdp:"]
     table = json.loads((tmp_path / "model.json").read_text())
     statuses = {result["way"]: result["status"] for result in table["results"]}
@@ -36,15 +28,14 @@ def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(tmp_path
 
 
 @pytest.mark.slow
-def test_functions_beside_the_model_give_batch_and_loss(tmp_path):
+def test_functions_beside_the_model_give_batch_and_loss(command, tmp_path):
     functions = (
         "def batch(n):\n    return torch.randint(16, (n, 3)), torch.randint(16, (n, 3))\n\n"
         "def loss(output, target):\n    return F.cross_entropy(output.flatten(0, 1), target.flatten())\n"
     )
     (tmp_path / "train.py").write_text(f"{NETS.read_text()}\n\n{functions}")
-    done = model("train:Net", "--gpus=2", "--simulate", "--ways=ddp", "--time=15s", "--report=model.md", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "  batch: train:batch(n)\n  loss: train:loss\n" in done.stdout
+    text = command("model", "train:Net", "--gpus=2", "--simulate", "--ways=ddp", "--time=15s", "--report=model.md")
+    assert "  batch: train:batch(n)\n  loss: train:loss\n" in text
     assert "| ddp | 2 | equal | equal | equal |" in (tmp_path / "model.md").read_text()
 
 
@@ -62,21 +53,17 @@ def test_functions_beside_the_model_give_batch_and_loss(tmp_path):
         (["train:Net", "--simulate"], "--simulate needs the number of GPUs"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path, arguments, message):
-    done = model(*arguments, cwd=tmp_path)
-    assert done.returncode == 4
-    assert message in done.stdout + done.stderr
+def test_wrong_arguments_are_refused(command, arguments, message):
+    assert message in command("model", *arguments, code=4)
 
 
 @pytest.mark.parametrize(
     ("test", "code", "counts"),
     [("right", 2, "1 passed, 2 skipped"), pytest.param("wrong", 1, "1 failed", marks=pytest.mark.slow)],
 )
-def test_the_ways_run_beside_the_tests_of_the_user(tmp_path, test, code, counts):
+def test_the_ways_run_beside_the_tests_of_the_user(command, tmp_path, test, code, counts):
     (tmp_path / "test_own.py").write_text("def test_right(): pass\n\ndef test_wrong(): assert False\n")
     options = [f"--model-target={NETS}:Net", "--model-ways=hsdp", "-c", "/dev/null", f"test_own.py::test_{test}"]
-    command = [sys.executable, "-m", "pytest", "--gpus=2", "--simulate", "--rootdir=.", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert counts in done.stdout
-    assert "no way to train applies" in done.stdout
+    text = command("--gpus=2", "--simulate", "--rootdir=.", *options, code=code, program="pytest")
+    assert counts in text
+    assert "no way to train applies" in text

@@ -52,16 +52,16 @@ CASES = {
 
 SAMPLES = 16
 """Enough for each expert to get some."""
-QUICK = ("FSDP2 x TP",)
+OFTEN = ("FSDP2 x TP", ("", divided.SCALED))
 """Shards of slices. The others find the slices of ranks in other ways."""
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    ("name", "steps"), [OFTEN, *(pytest.param(name, ("", *MISTAKES), marks=pytest.mark.slow) for name in CASES)]
 )
-def test_right_steps_hold_and_each_mistake_shows(ranks, name):
+def test_right_steps_hold_and_each_mistake_shows(ranks, name, steps):
     case = CASES[name]
-    for wrong in ("", *MISTAKES):
+    for wrong in steps:
         step = functools.partial(case.step, wrong=wrong)
         program = Program(step, case.build, case.batch, returned_by=case.returned_by)
         failed = failure(ranks, program, 4, SAMPLES, steps=1 if wrong else 2, mesh=case.mesh)

@@ -72,9 +72,8 @@ class Autocast(Plain):
 
 
 STEPS = [
-    *(pytest.param(step, marks=pytest.mark.slow) for step in (Plain, variant(Plain, dtype=torch.float16))),
+    *(pytest.param(step, marks=pytest.mark.slow) for step in (Plain, variant(Plain, dtype=torch.float16), Autocast)),
     Masters,
-    Autocast,
 ]
 
 

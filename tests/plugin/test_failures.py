@@ -216,8 +216,8 @@ def test_teardowns_that_fail_late_deaths_and_flaky_failures(run, pytester):
 @pytest.mark.parametrize(
     ("number", "arguments"),
     [
-        *((signal.SIGINT, ()), (signal.SIGINT, ("-n1",)), (signal.SIGKILL, ())),
-        pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow),
+        *((signal.SIGINT, ()), (signal.SIGKILL, ())),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((signal.SIGTERM, ()), (signal.SIGINT, ("-n1",)))),
     ],
 )
 def test_no_process_survives_an_end_from_outside(pytester, in_background, number, arguments):

@@ -315,7 +315,7 @@ def test_a_killed_run_leaves_no_directory(pytester, warm, monkeypatch):
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("parallel", [(), ("-n1",)], ids=["one process", "xdist"])
+@pytest.mark.parametrize("parallel", [(), pytest.param(("-n1",), marks=pytest.mark.slow)], ids=["one process", "xdist"])
 def test_pytest_cov_measures_what_ranks_run(run, pytester, parallel):
     pytest.importorskip("pytest_cov")
     pytester.makepyfile(

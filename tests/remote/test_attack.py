@@ -65,6 +65,7 @@ def public(directory: Path) -> Path:
     return directory / "marker"
 
 
+@pytest.mark.slow  # test_hub.py has strangers each day
 def test_nobody_joins_by_what_stands_in_the_store(tmp_path: Path, torchrun: Torchrun):
     marker = public(tmp_path / "public")
     launch = torchrun(UNDER_ATTACK, nodes=[Node()], ranks=2)
