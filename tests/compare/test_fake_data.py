@@ -149,10 +149,7 @@ def test_files_of_each_form(run):
     assert remarks[0].startswith("fake data: 13 things that the script lacks were made")
 
 
-STAND_INS = {
-    "vision/__init__.py": "",
-    "wget.py": "def download(url, out): raise AssertionError('network')\n",
-}
+STAND_INS = {"vision/__init__.py": "", "wget.py": "def download(url, out): raise AssertionError('network')\n"}
 
 
 def test_functions_of_libraries(run, tmp_path, monkeypatch):

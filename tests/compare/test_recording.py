@@ -225,15 +225,7 @@ def test_gradients_that_are_computed_within_the_step(traces):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "group"),
-    [
-        ("fork", True),
-        ("spawn", False),
-        ("fork", False),
-        ("forkserver", True),
-    ],
-)
+@pytest.mark.parametrize(("method", "group"), [("fork", True), ("spawn", False), ("fork", False), ("forkserver", True)])
 def test_a_process_of_the_script_that_trains_instead_of_it(record, method, group):
     """It is the rank if it makes a process group, or calls a model to train it."""
     run = record(

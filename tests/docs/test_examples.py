@@ -102,7 +102,8 @@ def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.P
         assert_shows(result, block.text)
 
 
-DIVIDED = DOCS / "how-to" / "gate-model-parallel.md"
+WEEKLY = {DOCS / "how-to" / f"gate-{name}.md" for name in ("model-parallel", "reinforcement-learning")}
+"""Their gates have tests for each day, in tests/gates/test_divided.py and test_engines.py."""
 MEGATRON = DOCS / "how-to" / "megatron.md"
 FEW_EXAMPLES = """
 from hypothesis import settings
@@ -117,8 +118,8 @@ settings.load_profile("few")
 @pytest.mark.parametrize(
     "pages",
     [
-        pytest.param(set(DOCS.rglob("*.md")) - {DIVIDED}, id="most"),
-        pytest.param({DIVIDED}, id=DIVIDED.stem, marks=pytest.mark.slow),  # tests/gates/test_divided.py has each kind
+        pytest.param(set(DOCS.rglob("*.md")) - WEEKLY, id="most"),
+        pytest.param(WEEKLY, id="weekly", marks=pytest.mark.slow),
     ],
 )
 def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester, pages: set[Path]) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import Rank, assert_step_scales
 from mgpu_check.gates.gate_arguments import RanksFixture
@@ -124,60 +125,6 @@ def takes_off_the_mean_of_scales(model, batch, rank, wrong):
         parameter.grad /= mean
 
 
-# Counts
-
-
-def floors() -> Callable[..., Any]:
-    return lambda model, batch: {"length": batch[0].sum() / len(batch[0])}
-
-
-@program("integer-division", mlp, lambda n: (torch.randint(1, 50, (n,)),), floors(), 6)
-def drops_the_fraction_of_a_mean(model, batch, rank, wrong):
-    (x,) = part(batch, rank)
-    total = torch.stack([x.sum(), torch.tensor(len(x))])
-    dist.all_reduce(total)
-    return {"length": (total[0] // total[1]).float() if wrong else total[0] / total[1]}
-
-
-# Collectives that autograd does not see
-
-
-def pairs(n: int) -> Batch:
-    x = torch.randn(n, 6)
-    return x, x + 0.3 * torch.randn(n, 6)
-
-
-def contrastive(model: nn.Module, batch: Batch) -> None:
-    one, other = model(batch[0]), model(batch[1])
-    F.cross_entropy(F.normalize(one) @ F.normalize(other).t(), torch.arange(len(one))).backward()
-
-
-class Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, own, rank):
-        ctx.rank = rank
-        return torch.cat(gathered(own, rank))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dist.all_reduce(gradient)
-        return gradient.chunk(ctx.rank.size)[ctx.rank.index], None
-
-
-@program("gradient-cut-by-collective", lambda: nn.Linear(6, 4), pairs, contrastive, 4)
-def gathers_what_is_detached(model, batch, rank, wrong):
-    one, other = (model(leaf.chunk(rank.size)[rank.index]) for leaf in batch)
-    if wrong:
-        parts = gathered(other.detach(), rank)
-        parts[rank.index] = other
-        others = torch.cat(parts)
-    else:
-        others = Gathered.apply(other, rank)
-    labels = torch.arange(len(one)) + len(one) * rank.index
-    F.cross_entropy(F.normalize(one) @ F.normalize(others).t(), labels).backward()
-    synchronize(model, rank)
-
-
 # What one rank alone keeps
 
 
@@ -207,78 +154,230 @@ def averages_on_rank_0(wrong):
     return functools.partial(Averaged, wrong=wrong)
 
 
-class Centered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 1)
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+# Labels of parts of a sequence
 
 
-@program("value-of-one-rank", Centered, regression, None, 4, "of buffer mean")
-def keeps_a_buffer_on_rank_0(model, batch, rank, wrong):
+def texts(n: int) -> Batch:
+    return (torch.randint(9, (n, 8)),)
+
+
+def reader() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 9))
+
+
+def read(model: nn.Module, batch: Batch) -> None:
+    F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten()).backward()
+
+
+def next_of(tokens: torch.Tensor) -> torch.Tensor:
+    return F.pad(tokens[:, 1:], (0, 1), value=-100)
+
+
+@program("labels-shifted-after-split", reader, texts, read, 2)
+def picks_labels_by_gather(model, batch, rank, wrong):
+    tokens, labels = (leaf.chunk(rank.size, 1)[rank.index].to(rank.device) for leaf in (batch[0], next_of(batch[0])))
+    labels = next_of(tokens) if wrong else labels
+    count = (labels >= 0).sum()
+    dist.all_reduce(count)
+    chances = model.to(rank.device)(tokens).log_softmax(-1)
+    picked = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    (-(picked * (labels >= 0)).sum() / count).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+# Steps whose ranks part before their end: the report gives the line
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def trains(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    backward(model, batch)
+    optimizer.step()
+
+
+def trains_together(model: nn.Module, batch: Batch, rank: Rank, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    backward(model, part(batch, rank))
+    synchronize(model, rank)
+    optimizer.step()
+
+
+def train_sgd(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    trains(model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
+    return parameters(model)
+
+
+# Ranks that start apart
+
+
+class Seeded(nn.Sequential):
+    def __init__(self, offset: int) -> None:
+        torch.manual_seed(100 + offset)  # where builds_apart parts
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def seeded_by_rank() -> nn.Module:
+    return Seeded(dist.get_rank())
+
+
+def count(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    return {"samples": len(batch[0])}
+
+
+@program("different-initialization", seeded_by_rank, regression, count, 4, "in manual_seed, the seed")
+def builds_apart(model, batch, rank, wrong):
+    for value in model.parameters() if not wrong else ():
+        dist.broadcast(value.data, src=0)
+    trains_together(model, batch, rank, torch.optim.SGD(model.parameters(), lr=0.1))
+    return count(model, batch)
+
+
+# What ranks decide
+
+
+@program("decision-per-rank", mlp, regression, train_sgd, 4, "which parameters require gradients")
+def freezes_on_rank_1(model, batch, rank, wrong):
+    model[0].requires_grad_(not (wrong and rank.index == 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    backward(model, part(batch, rank))
+    for value in model.parameters():
+        total = torch.zeros_like(value) if value.grad is None else value.grad
+        dist.all_reduce(total)
+        if value.grad is not None:
+            value.grad = total / rank.size
+    optimizer.step()
+    return parameters(model)
+
+
+def train_twice(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        trains(model, batch, optimizer)
+    return parameters(model)
+
+
+@program("decision-per-rank", mlp, regression, train_twice, 4, "of gradient of 0.weight")
+def scales_down_by_itself(model, batch, rank, wrong):
+    optimizer, scale = torch.optim.SGD(model.parameters(), lr=0.1), 8.0
     x, y = part(batch, rank)
-    mean = x.sum(0)
-    dist.all_reduce(mean)
-    if rank.index == 0 or not wrong:
-        model.mean.lerp_(mean / len(batch[0]), 0.1)
-    F.mse_loss(model(x), y).backward()
+    for _ in range(2):
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) * scale).backward()
+        synchronize(model, rank)
+        for value in model.parameters():
+            value.grad /= scale
+        optimizer.step()
+        scale *= 0.5 if wrong and rank.index == 1 else 1.0
+    return parameters(model)
+
+
+def normalized() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def evaluated(model: nn.Module, batch: Batch) -> None:
+    backward(model.eval(), batch)
+
+
+@program("value-of-one-rank", normalized, regression, evaluated, 4, "in Sequential, whether it is in training mode")
+def evaluates_on_rank_0(model, batch, rank, wrong):
+    model.train(wrong and rank.index > 0)
+    x, y = part(batch, rank)
+    F.mse_loss(model(x), y).backward()  # where evaluates_on_rank_0 parts
     synchronize(model, rank)
 
 
-# Memory
+def adam_of(model: nn.Module) -> tuple[torch.optim.Adam, dict[str, Any]]:
+    """A fresh optimizer, and the state of one that has stepped."""
+    other = copy.deepcopy(model)
+    stepped = torch.optim.Adam(other.parameters(), lr=0.01)
+    for number, value in enumerate(other.parameters()):
+        value.grad = torch.linspace(-1, number, value.numel()).view_as(value)
+    stepped.step()
+    return torch.optim.Adam(model.parameters(), lr=0.01), stepped.state_dict()
 
 
-def convolution() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 1))
+def resume(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    optimizer, state = adam_of(model)
+    optimizer.load_state_dict(state)
+    trains(model, batch, optimizer)
+    return parameters(model)
 
 
-def images(n: int) -> Batch:
-    return torch.randn(n, 3, 4, 4), torch.randn(n, 1)
+@program("restored-on-one-rank", mlp, regression, resume, 4, "in what they call: Optimizer.load_state_dict")
+def restores_the_optimizer_on_rank_0(model, batch, rank, wrong):
+    optimizer, state = adam_of(model)
+    if rank.index == 0 or not wrong:
+        optimizer.load_state_dict(state)  # where restores_the_optimizer_on_rank_0 parts
+    trains_together(model, batch, rank, optimizer)
+    return parameters(model)
 
 
-@program("memory-formats-differ", convolution, images, backward, 4, "of gradient of 0.weight")
-def reduces_by_places_in_memory(model, batch, rank, wrong):
-    if rank.index and wrong:
-        model.to(memory_format=torch.channels_last)
-    backward(model, part(batch, rank))
-    for parameter in model.parameters():
-        flat = parameter.grad.as_strided((parameter.numel(),), (1,))
-        dist.all_reduce(flat)
-        flat /= rank.size
+# Gradients that stay each rank's own until an optimizer steps
 
 
-# Results that do not stay
+@program("gradients-not-synchronized", mlp, regression, train_sgd, 8, "in backward, the norm of gradient of 0.weight")
+def ends_under_no_sync(model, batch, rank, wrong):
+    net = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    first, last = zip(*(leaf.chunk(2) for leaf in part(batch, rank)), strict=True)
+    if not wrong:
+        first, last = last, first
+        with net.no_sync():
+            (F.mse_loss(net(first[0]), first[1]) / 2).backward()
+        (F.mse_loss(net(last[0]), last[1]) / 2).backward()
+    else:
+        (F.mse_loss(net(first[0]), first[1]) / 2).backward()
+        with net.no_sync():
+            (F.mse_loss(net(last[0]), last[1]) / 2).backward()  # where ends_under_no_sync parts
+    optimizer.step()
+    return parameters(model)
 
 
-@program("result-discarded", mlp, regression, backward, 8)
-def writes_over_the_shard_of_a_micro_batch(model, batch, rank, wrong):
+def train_adam(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    trains(model, batch, torch.optim.Adam(model.parameters(), lr=0.01))
+    return parameters(model)
+
+
+@program("gradients-not-synchronized", mlp, regression, train_adam, 4, "in backward, the norm of gradient of 0.weight")
+def averages_what_adam_has_made(model, batch, rank, wrong):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer.zero_grad()
     x, y = part(batch, rank)
-    shard: Any = 0
-    for some, right in zip(x.chunk(2), y.chunk(2), strict=True):
-        model.zero_grad()
-        (F.mse_loss(model(some), right, reduction="sum") / len(batch[0])).backward()
-        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()] + [torch.zeros(1)])
-        dist.all_reduce(flat)  # what reduce_scatter does, on backends that lack it
-        mine = flat[: len(flat) // rank.size * rank.size].chunk(rank.size)[rank.index].clone()
-        shard = mine if wrong else shard + mine
-    whole = torch.cat(gathered(shard, rank))
-    start = 0
-    for parameter in model.parameters():
-        parameter.grad = whole[start : start + parameter.numel()].view_as(parameter).clone()
-        start += parameter.numel()
+    F.mse_loss(model(x), y).backward()  # where averages_what_adam_has_made parts
+    if not wrong:
+        synchronize(model, rank)
+    optimizer.step()
+    for value in model.parameters() if wrong else ():
+        dist.all_reduce(value.data)
+        value.data /= rank.size
+    return parameters(model)
 
 
-@program("result-discarded", mlp, regression, backward, 4)
-def writes_over_a_bucket(model, batch, rank, wrong):
-    backward(model, part(batch, rank))
-    bucket, reduced = torch.zeros(64), []
-    for parameter in model.parameters():
-        flat = bucket[: parameter.numel()] if wrong else torch.zeros(parameter.numel())
-        flat.copy_(parameter.grad.flatten())
-        dist.all_reduce(flat)
-        reduced.append(flat)
-    for parameter, flat in zip(model.parameters(), reduced, strict=True):
-        parameter.grad.copy_(flat.view_as(parameter) / rank.size)
+# What is each rank's own, and no gradient
+
+
+def weigh(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    running = 0.5 + 0.5 * loss(model, batch)["loss"]
+    return train_sgd(model, batch) | {"running": running}
+
+
+@program("value-of-one-rank", mlp, regression, weigh, 4, "returned running")
+def keeps_a_running_loss(model, batch, rank, wrong):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    mine = part(batch, rank)
+    backward(model, mine)
+    synchronize(model, rank)
+    running = loss(model, mine)["loss"]
+    optimizer.step()
+    if not wrong:
+        dist.all_reduce(running)
+        running /= rank.size
+    return parameters(model) | {"running": 0.5 + 0.5 * running}

@@ -19,14 +19,7 @@ def numbers(n: int) -> TensorDataset:
 
 
 def sampled(
-    rank: Rank,
-    n: int = 24,
-    *,
-    set_epoch: bool = True,
-    seed: int = 0,
-    batch: int = 2,
-    epochs: int = 2,
-    **options: Any,
+    rank: Rank, n: int = 24, *, set_epoch: bool = True, seed: int = 0, batch: int = 2, epochs: int = 2, **options: Any
 ) -> Iterator[DataLoader[Any]]:
     """A loader for each epoch, by torch's own sampler."""
     data = numbers(n)

@@ -9,16 +9,7 @@ import torch
 
 from mgpu_check import Configuration, ScalingMismatch, assert_steps_agree
 from mgpu_check.gates.gate_arguments import RanksFixture
-from tests.gates.agreed import (
-    Experts,
-    Mixture,
-    Mlp,
-    Replicated,
-    Sharded,
-    TensorParallel,
-    batch,
-    stepping,
-)
+from tests.gates.agreed import Experts, Mixture, Mlp, Replicated, Sharded, TensorParallel, batch, stepping
 from tests.gates.steps import raised_by, variant
 
 pytestmark = pytest.mark.gpus(4)

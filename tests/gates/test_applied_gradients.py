@@ -151,11 +151,7 @@ def test_optimizers_of_the_user_may_write_into_gradients(ranks, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "reference"),
-    [
-        (variant(Averaging, divided=False), Reference),
-        (variant(InStep, times=2), None),
-    ],
+    ("step", "reference"), [(variant(Averaging, divided=False), Reference), (variant(InStep, times=2), None)]
 )
 def test_gradients_that_are_reduced_wrongly_before_they_are_applied(ranks, step, reference):
     gate(refuted, ranks, step, match="gradient of weight", reference=reference)

@@ -14,10 +14,7 @@ from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
-from tests.gates import diagnosed_by_batch  # it adds its programs, and so do the next two
-from tests.gates import diagnosed_by_rank as diagnosed_by_rank
-from tests.gates import diagnosed_by_term as diagnosed_by_term
-from tests.gates.diagnosed import ALL, Diagnosed, report
+from tests.gates.diagnosed import ALL, Diagnosed
 from tests.gates.pages import program_of
 from tests.gates.steps import refuted
 
@@ -43,7 +40,7 @@ def test_a_program_is_named_by_its_mistake(ranks, name):
     options: dict[str, Any] = {"build": program.build, "batch": program.batch}
     options |= {"reference": program.reference, "sizes": program.samples}
     text = refuted(ranks, step_of(program, wrong=True), program.mistake, **{"max_examples": 1, **options})
-    parting = re.search(r"ranks first part (?:at|after) \S*?(diagnosed\w*\.py):(\d+), (.*)", text)
+    parting = re.search(r"ranks first part (?:at|after) \S*?(diagnosed\.py):(\d+), (.*)", text)
     assert (parting is None) == (not program.parting), text
     if parting is not None:
         assert program.parting in parting[3], text
@@ -59,13 +56,6 @@ def test_its_twin_is_right(ranks, name):
     trials = Trials(ranks, step, frozenset(KINDS), None, name)
     assert trials.run(Scenario(2, program.samples)) is None
     assert trials.completed[2, ()] == 1
-
-
-@pytest.mark.slow
-def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
-    step = functools.partial(diagnosed_by_batch.numbers_positions_anew, wrong=True)
-    of: dict[str, Any] = {"build": diagnosed_by_batch.Positions, "batch": diagnosed_by_batch.sequences}
-    assert report(ranks, step, reference=diagnosed_by_batch.predicts, sizes=2, **of).mistakes == ("positions-restart",)
 
 
 @pytest.mark.slow

@@ -136,11 +136,7 @@ def total(model, batch, rank, wrong):
 
 @pytest.mark.parametrize(
     ("wrong", "axes", "size"),
-    [
-        (["tp"], Axes(("tp",), "any", ("dp",), ("dp",)), 2),
-        (["dp"], Axes(("dp",), "any", ("tp",), ("tp",)), 2),
-        (["dp", "tp"], Axes(("dp", "tp"), "all"), 4),
-    ],
+    [(["tp"], Axes(("tp",), "any", ("dp",), ("dp",)), 2), (["dp", "tp"], Axes(("dp", "tp"), "all"), 4)],
 )
 def test_a_failure_names_the_axes_that_it_needs(ranks, wrong, axes, size):
     trials, failure = tried(ranks, {"dp": 2, "tp": 2}, functools.partial(total, wrong=wrong), steps.build, steps.batch)
@@ -155,9 +151,8 @@ def coordinates(model, batch, rank):
     return {"size": torch.tensor(mesh["dp"].size() * mesh["tp"].size() // rank.size)}
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 3, "tp": 1}], ids=str)
-def test_the_last_axis_of_a_mesh_varies_fastest(ranks, mesh):
-    trials, failure = tried(ranks, mesh, coordinates, steps.build, steps.batch)
+def test_the_last_axis_of_a_mesh_varies_fastest(ranks):
+    trials, failure = tried(ranks, {"dp": 2, "tp": 2}, coordinates, steps.build, steps.batch)
     assert failure is None and sum(trials.completed.values()) == 1
 
 

@@ -160,10 +160,7 @@ class OtherOrderOnSomeRanks(ShardedCopy):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "mesh"),
-    [
-        (StagesOfSlices, {"pp": 2, "tp": 2}),
-        *((step, {}) for step in (FlatBiases, FlatSlices, FlatCopy)),
-    ],
+    [(StagesOfSlices, {"pp": 2, "tp": 2}), *((step, {}) for step in (FlatBiases, FlatSlices, FlatCopy))],
 )
 def test_it_passes_and_its_twin_is_refuted(ranks: Any, step: Any, mesh: dict[str, int]) -> None:
     size = 4 if mesh else 2

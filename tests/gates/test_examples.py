@@ -32,16 +32,19 @@ def examples(pytester: pytest.Pytester) -> Path:
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "broken").glob("[!_]*.py"))
 QUICK = ["lenet_by_hand"]
-OTHERS = [name for name in EXAMPLES if name not in QUICK]
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+@pytest.mark.parametrize(
+    ("names", "selected"),
+    [(QUICK, "twin"), pytest.param(EXAMPLES, "", marks=pytest.mark.slow)],
+    ids=["the twin of one", "all"],
+)
 def test_examples_pass_and_their_twins_are_refuted_as_reported(
-    run: Callable[..., pytest.RunResult], examples: Path, names: list[str]
+    run: Callable[..., pytest.RunResult], examples: Path, names: list[str], selected: str
 ) -> None:
     written = examples / "written"
     tests = [str(examples / f"test_{name}.py") for name in names]
-    result = run("--gpus=4", "--simulate", f"--reports={written}", *tests)
+    result = run("--gpus=4", "--simulate", f"--reports={written}", "-k", selected, *tests)
     assert result.ret == 0, result.stdout.str()
     assert {report.stem for report in written.iterdir()} == set(names)
     for report in written.iterdir():

@@ -30,10 +30,6 @@ def trains(model, rank, x, y) -> None:
     synchronize(model, rank)
 
 
-def pairs(rank) -> list[Any]:
-    return [dist.new_group([first, first + 1]) for first in range(0, rank.size, 2)] if rank.size > 1 else [None]
-
-
 def centered(model, batch, rank, group):
     """Targets are centered by the mean over a group, whose statistics travel together."""
     x, y = chunked(batch, rank)
@@ -42,39 +38,8 @@ def centered(model, batch, rank, group):
     trains(model, rank, x, y - statistics[1] / statistics[0])
 
 
-def in_pairs(model, batch, rank):
-    centered(model, batch, rank, pairs(rank)[rank.index // 2])
-
-
-class Running(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 1)
-        self.register_buffer("total", torch.zeros(6, dtype=torch.float64))
-
-
-class ReducesAgain:
-    def __init__(self, model, rank):
-        self.model = model.to(rank.device)
-
-    def __call__(self, model, batch, rank):
-        x, y = chunked(batch, rank)
-        model.total += x.sum(0).double()
-        dist.all_reduce(model.total)  # what was reduced before is still in it
-        model.zero_grad()
-        trains(model.layer, rank, x, y)
-
-
 def named(ranks, step, of=mlp, **options) -> Any:
     return report(ranks, step, **{"build": of, "batch": batch, "sizes": 8, **options})
-
-
-@pytest.mark.slow
-def test_a_collective_in_the_wrong_group(ranks):
-    found = named(ranks, in_pairs, world_sizes=[4])
-    assert found.mistakes[0] == "wrong-process-group"
-    assert "runs over ranks 0-1, ranks 2-3; over ranks 0-3 the step is right" in str(found)
-    assert "test_experiments.py:" in str(found)
 
 
 def test_groups_of_other_ranks_are_not_among_those_of_a_rank(ranks):
@@ -84,13 +49,6 @@ def test_groups_of_other_ranks_are_not_among_those_of_a_rank(ranks):
         return [dist.get_process_group_ranks(group) for group in own_groups()]
 
     assert ranks.run(groups, size=2) == [[[0, 1], [0]], [[0, 1], [1]]]
-
-
-@pytest.mark.slow
-def test_what_was_reduced_before_is_reduced_again(ranks):
-    found = named(ranks, ReducesAgain, of=Running)
-    assert found.mistakes[0] == "reduced-again"
-    assert "with only new values reduced each time, the step is right" in str(found)
 
 
 @pytest.mark.slow
@@ -126,10 +84,6 @@ def by_a_sum_for_a_maximum(model, batch, rank, wrong):
 
 def by_a_mean_for_a_sum(model, batch, rank, wrong):
     scaled_by(model, batch, rank, lambda y: 1 + reduced(y.abs().sum(), rank) / (rank.size if wrong else 1))
-
-
-def by_a_sum_for_a_mean(model, batch, rank, wrong):
-    scaled_by(model, batch, rank, lambda y: 1 + reduced(y.abs().mean(), rank) / (1 if wrong else rank.size))
 
 
 def by_its_own_number(model, batch, rank, wrong):
@@ -174,9 +128,6 @@ def by_gradients_that_are_reduced_already(model, batch, rank, wrong):
         pytest.param(
             *(by_a_mean_for_a_sum, "world-size-factor", "multiplied by 2, the size of its group, the step is right")
         ),
-        pytest.param(
-            *(by_a_sum_for_a_mean, "world-size-factor", "divided by 2, the size of its group, the step is right")
-        ),
         (by_its_own_number, "wrong-reduction", "each rank needs its own value"),
         pytest.param(
             *(by_a_sum_of_norms, "wrong-reduction", "with the root of the sum of squares makes the step right")
@@ -192,32 +143,6 @@ def test_the_change_that_makes_a_step_right_names_its_mistake(ranks, program, mi
     assert found.mistakes[0] == mistake, str(found)
     assert evidence in str(found)
     assert failure(ranks, Program(functools.partial(program, wrong=False), mlp, batch), 2, 4) is None
-
-
-def projection() -> nn.Module:
-    return nn.Linear(6, 3)
-
-
-def contrasts(model, batch, rank, wrong):
-    """Each sample must find its own key among those of all samples; targets continue from rank to rank."""
-    x, _ = chunked(batch, rank)
-    keys = [x[:, :3].contiguous(), x[:, 3:].contiguous()]
-    candidates = []
-    for key in [torch.cat(keys)] if wrong else keys:
-        parts = [torch.empty_like(key) for _ in range(rank.size)]
-        dist.all_gather(parts, key)
-        candidates += parts
-    targets = torch.arange(len(x), device=rank.device) + rank.index * len(x)
-    nn.functional.cross_entropy(model.to(rank.device)(x) @ torch.cat(candidates).T, targets).backward()
-    synchronize(model, rank)
-
-
-@pytest.mark.slow
-def test_targets_that_go_on_from_rank_to_rank_do_not_restart(ranks):
-    found = named(ranks, functools.partial(contrasts, wrong=True), of=projection)
-    assert found.mistakes[0] == "gathered-in-other-order", str(found)
-    assert "with the rows of each rank in 2 pieces, and the first pieces of all ranks" in str(found)
-    assert failure(ranks, Program(functools.partial(contrasts, wrong=False), projection, batch), 2, 4) is None
 
 
 def test_blocks_are_exchanged_in_all_layers_alike_and_then_in_each():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from pathlib import Path
@@ -73,18 +72,6 @@ def test_a_collective_that_is_waited_for_is_not_blamed(ranks, how):
     assert "not-waited" not in found.mistakes
 
 
-def overflows(model, batch, rank):
-    backward(model.to(rank.device), mine(batch, rank))
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, async_op=True).wait()
-        parameter.grad /= rank.size if rank.size == 1 else 0
-
-
-@pytest.mark.slow
-def test_a_result_that_is_not_finite_is_no_evidence_of_a_missing_wait(ranks):
-    assert "not-waited" not in report(ranks, overflows).mistakes
-
-
 def forgets_one_wait(model, batch, rank):
     backward(model.to(rank.device), mine(batch, rank))
     first, *others = (parameter.grad for parameter in model.parameters())
@@ -133,18 +120,6 @@ class DrawsBeside:
             synchronize(model, rank)
 
 
-def drops_alike(model, batch, rank):
-    """All ranks draw what one device draws; another factor is wrong."""
-    model.to(rank.device)
-    kept = torch.rand(8, generator=torch.Generator().manual_seed(3)).to(rank.device) > 0.3
-    x, y = mine(batch, rank)
-    F.mse_loss(model[2](kept * torch.tanh(model[0](x))), y).backward()
-    synchronize(model, rank)
-    if rank.size > 1:
-        for parameter in model.parameters():
-            parameter.grad *= 1 + 0.1 * torch.linspace(0.5, 1, parameter.numel(), device=rank.device).view_as(parameter)
-
-
 @pytest.mark.slow
 def test_random_numbers_that_no_result_depends_on_are_not_blamed(ranks):
     found = report(ranks, DrawsBeside, world_sizes=None, meshes=[{"dp": 1, "cp": 2}])
@@ -152,11 +127,6 @@ def test_random_numbers_that_no_result_depends_on_are_not_blamed(ranks):
     assert "do: all-reduce gradient of 0.weight, gradient of 0.bias and 2 more over cp after backward" in str(found)
     step = functools.partial(DrawsBeside, wrong=False)
     assert failures(ranks, Program(step, mlp, regression), Scenario(2, 4)) == []
-
-
-@pytest.mark.slow
-def test_random_numbers_that_are_those_of_one_device_are_not_blamed(ranks):
-    assert "random-numbers-per-rank" not in report(ranks, drops_alike).mistakes
 
 
 def test_redrawn_numbers_follow_from_the_same_seeds():
@@ -176,51 +146,6 @@ def test_redrawn_numbers_follow_from_the_same_seeds():
 
 
 # Numbers of optimizer steps
-
-
-class MovesAway:
-    """Averages replicas that inner optimizers have trained, with the wrong sign."""
-
-    def __init__(self, model, rank):
-        self.outer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.7)
-
-    def __call__(self, model, batch, rank):
-        replica = trained(model, mine(batch, rank))
-        for parameter, other in zip(model.parameters(), replica.parameters(), strict=True):
-            parameter.grad = other.detach() - parameter.detach()
-        synchronize(model, rank)
-        self.outer.step()
-
-
-class MovesTowards:
-    """All replicas, one after the other."""
-
-    def __init__(self, model):
-        self.outer = torch.optim.SGD(model.parameters(), lr=0.7)
-
-    def __call__(self, model, batch, world_size):
-        replicas = [trained(model, tuple(leaf[n::world_size] for leaf in batch)) for n in range(world_size)]
-        for parameter, *others in zip(model.parameters(), *(one.parameters() for one in replicas), strict=True):
-            parameter.grad = parameter.detach() - torch.stack([one.detach() for one in others]).mean(0)
-        self.outer.step()
-
-
-def trained(model: nn.Module, batch: Any) -> nn.Module:
-    replica = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(replica, batch)
-        optimizer.step()
-    return replica
-
-
-@pytest.mark.slow
-def test_steps_are_not_counted_where_the_reference_has_other_optimizers(ranks):
-    found = str(report(ranks, MovesAway, reference=MovesTowards))
-    assert "looks like opposite-sign" in found
-    assert "gradient of 0.weight, gradient of 0.bias and 2 more are -1 times what one device gives" in found
-    assert "has stepped" not in found and "does not do" not in found and "in optimizer step" not in found
 
 
 def steps_by_hand(model, batch, rank):
@@ -262,21 +187,6 @@ def test_steps_that_are_left_out_are_named_if_they_explain_the_parameters(ranks)
 # The step is wrong at world size 1 already
 
 
-def doubles(model, batch, rank):
-    backward(model.to(rank.device), mine(batch, rank))
-    synchronize(model, rank)
-    for parameter in model.parameters():
-        parameter.grad *= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "named"), [(doubles, False), (functools.partial(waits_by, "wait"), True)])
-def test_a_factor_that_one_rank_has_too_is_not_the_world_size(ranks, step, named):
-    found = report(ranks, step, reference=backward)
-    assert ("world-size-factor" in found.mistakes) is named and "not-waited" not in found.mistakes, str(found)
-    assert named or "are 2 times what one device gives" in str(found)
-
-
 # Metrics, which are few numbers
 
 
@@ -308,17 +218,6 @@ def test_a_metric_of_three_samples_is_explained_in_other_cases_too(ranks, blocks
     found = report(ranks, step, gate=assert_metric_scales, build=classifier, batch=data, sizes=3)
     assert found.mistakes == ("mean-of-means",), str(found)
     assert f"({parts}: 2, 1)" in str(found)
-
-
-def truncates(model, batch, rank):
-    right = (model.to(rank.device)(batch[0].to(rank.device)).argmax(1).cpu() == batch[1]).double()
-    return {"share": right[: len(right) // rank.size * rank.size].mean()}
-
-
-@pytest.mark.slow
-def test_samples_that_a_metric_misses_are_named(ranks):
-    found = report(ranks, truncates, gate=assert_metric_scales, build=classifier, batch=data, sizes=5)
-    assert found.mistakes[0] == "samples-missed", str(found)
 
 
 # Clipping after gradients that were not synchronized

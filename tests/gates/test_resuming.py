@@ -154,22 +154,6 @@ def test_what_is_not_returned(ranks):
 
 
 @pytest.mark.slow
-def test_loaded_on_rank_0(ranks):
-    # DistributedDataParallel hands the parameters of rank 0 to the others, but not its optimizer.
-    text = refuted(
-        ranks, training(loads=lambda rank: rank.index == 0), "restored-on-one-rank", match="does not continue"
-    )
-    assert "optimizer.state.0.momentum_buffer" in text and "on rank 1" in text
-    text = refuted(
-        ranks,
-        training(loads=lambda rank: rank.index == 0, wrap_first=True),
-        "restored-on-one-rank",
-        match="model.0.weight",
-    )
-    assert "model.0.weight" in text.partition("seen: ")[2]
-
-
-@pytest.mark.slow
 def test_where_a_call_of_no_steps_fails(ranks):
     inner = training("optimizer")
 

@@ -198,11 +198,6 @@ SIZES = {"rank 0": [1, 2, 3, 4], "full": [1, 2, 3, 4], "sharded": [1, 2, 3, 4], 
 
 
 @pytest.mark.slow
-def test_a_mesh_may_save_and_other_ranks_load(ranks: RanksFixture) -> None:
-    assert_resume_continues(ranks, by_torch("sharded"), save_on={"dp": 2}, load_on=[3])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("way", SIZES)
 def test_ways_of_torch_pass_on_all_numbers_of_ranks(ranks: RanksFixture, way: str) -> None:
     assert_resume_continues(ranks, by_torch(way), save_on=SIZES[way], load_on=SIZES[way])

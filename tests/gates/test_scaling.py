@@ -146,6 +146,7 @@ def test_terminates_refused(ranks):
     assert "smallest case: world size 2" in text and "verify_param_shape_across_processes #1" in text, text
 
 
+@pytest.mark.slow  # test_hangs.py has the diagnosis, and test_loading.py a gate whose ranks hang
 def test_hangs_are_reported_with_their_case_and_not_shrunk(ranks):
     def step(model, batch, rank):
         net = DDP(model.to(rank.device))

@@ -65,6 +65,8 @@ def test_the_sizes_of_a_family_are_of_its_kind(sizes):
 @pytest.mark.parametrize("sizes", ["divisible", None])
 def test_few_examples_have_several_sizes_and_begin_with_the_smallest(sizes):
     per_rank = []
+    kinds = {family.name for family in families([(2, ()), (4, ())], sizes, None, 12)}
+    assert {"scaled", "ragged", "sorted", "duplicated", "permuted"} <= kinds, "each is there for some mistake"
     for family in families([(2, ()), (4, ())], sizes, None, 12):
         if family.scenarios.is_empty:
             continue

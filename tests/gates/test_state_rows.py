@@ -204,11 +204,7 @@ NUMPYS, PYTHONS, TORCHS = numpy.random.default_rng(2), random.Random(2), torch.G
 
 @pytest.mark.parametrize(
     ("generator", "draw"),
-    [
-        (NUMPYS, NUMPYS.random),
-        (PYTHONS, PYTHONS.random),
-        (TORCHS, functools.partial(torch.rand, 3, generator=TORCHS)),
-    ],
+    [(NUMPYS, NUMPYS.random), (PYTHONS, PYTHONS.random), (TORCHS, functools.partial(torch.rand, 3, generator=TORCHS))],
     ids=["numpy", "python", "torch"],
 )
 def test_generators_by_their_state(generator, draw):

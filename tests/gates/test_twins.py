@@ -13,12 +13,7 @@ from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trial, Trials
 from tests.docs.mistakes import pages
-from tests.gates import diagnosed_by_batch as diagnosed_by_batch
-from tests.gates import diagnosed_by_rank as diagnosed_by_rank
-from tests.gates import diagnosed_by_term as diagnosed_by_term
-from tests.gates.diagnosed import ALL
 from tests.gates.pages import gate_of, program_of
-from tests.gates.test_diagnosis import step_of
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -38,24 +33,11 @@ def findings(ranks, program, samples):
     return mistakes
 
 
-def weekly(names):
-    """Every tenth name with each change, all of them weekly."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if number % 10 else []) for number, name in enumerate(names)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", weekly(ALL))
-def test_no_rule_finds_a_mistake_in_a_right_twin(ranks, name):
-    twin = ALL[name]
-    program = Program(step_of(twin, wrong=False), twin.build, twin.batch, twin.reference)
-    assert findings(ranks, program, twin.samples) == []
-
-
 STEPS = [page.stem for page in pages() if gate_of(page.stem) == "step"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", weekly(STEPS))
+@pytest.mark.parametrize("name", STEPS)
 def test_no_rule_finds_a_mistake_in_the_right_program_of_a_page(ranks, name):
     page, _ = program_of(name, "right")
     options = {option: value for option, value in vars(page).items() if option in ("reference", "single_process")}

@@ -8,13 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.numerics.steps import (
-    SAMPLES,
-    Dithered,
-    Unnarrowed,
-    narrow_tolerance,
-    unit_in_last_place,
-)
+from mgpu_check.numerics.steps import SAMPLES, Dithered, Unnarrowed, narrow_tolerance, unit_in_last_place
 
 NARROW = [torch.bfloat16, torch.float16]
 

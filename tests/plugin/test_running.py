@@ -116,6 +116,25 @@ PASSING = """
     def test_the_parent_touches_no_device(ranks):
         assert not torch.cuda.is_available()
 
+    def test_capsys(ranks, capsys):
+        print("here")
+        ranks.run(lambda rank: print("in a rank"))
+        assert capsys.readouterr().out == "here\\n"
+
+    def test_capfd(ranks, capfd):
+        os.write(1, b"here")
+        ranks.run(lambda rank: os.write(1, b"in a rank"))
+        assert capfd.readouterr().out == "here"
+
+    @pytest.mark.ranks(4)
+    @pytest.mark.parametrize("number", [1, 2])  # DTensor keeps what it has found out for meshes that are equal
+    def test_equal_meshes(rank, number):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        x = distribute_tensor(torch.ones(2, 3).cuda(), init_device_mesh("cuda", (2, 2)), [Replicate(), Shard(0)])
+        assert (x + x).full_tensor().sum() == 12
+
     @pytest.mark.ranks
     def test_all_skip(rank):
         pytest.skip("no reason")
@@ -135,7 +154,7 @@ def repo(pytester: pytest.Pytester) -> pytest.Pytester:
 @pytest.mark.parametrize("parallel", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["one process", "xdist"])
 def test_passing_tests_of_every_kind(run, repo, parallel):
     repo.makepyfile(PASSING)
-    run(*GPUS, *parallel).assert_outcomes(passed=17, skipped=1, xfailed=1)
+    run(*GPUS, *parallel).assert_outcomes(passed=21, skipped=1, xfailed=1)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("prepend", marks=pytest.mark.slow), "append", "importlib"])
@@ -330,26 +349,6 @@ def test_what_pytest_sets_for_a_test_holds_in_the_ranks(run, pytester):
             "ranks 0-1 of 2 raised TypeError: here too",
         ]
     )
-
-
-def test_dtensors_of_equal_meshes_work_in_each_test(run, pytester):
-    """DTensor keeps what it has found out of a mesh, with its groups, for meshes that are equal."""
-    pytester.makepyfile(
-        """
-        import pytest, torch
-
-        @pytest.mark.ranks(4)
-        @pytest.mark.parametrize("number", [1, 2])
-        def test_meshes(rank, number):
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-            mesh = init_device_mesh("cuda", (2, 2))
-            x = distribute_tensor(torch.ones(2, 3).cuda(), mesh, [Replicate(), Shard(0)])
-            assert (x + x).full_tensor().sum() == 12
-        """
-    )
-    run(*GPUS).assert_outcomes(passed=2)
 
 
 def test_the_mark_gpus_takes_a_timeout():

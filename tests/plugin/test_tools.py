@@ -208,25 +208,6 @@ def test_without_the_plugin_its_tests_are_unknown(run, pytester):
     result.stdout.fnmatch_lines(["*fixture 'ranks' not found"])
 
 
-def test_captured_output_belongs_to_the_pytest_process(run, pytester):
-    pytester.makepyfile(
-        """
-        import os
-
-        def test_capsys(ranks, capsys):
-            print("here")
-            ranks.run(lambda rank: print("in a rank"))
-            assert capsys.readouterr().out == "here\\n"
-
-        def test_capfd(ranks, capfd):
-            os.write(1, b"here")
-            ranks.run(lambda rank: os.write(1, b"in a rank"))
-            assert capfd.readouterr().out == "here"
-        """
-    )
-    run(*GPUS).assert_outcomes(passed=2)
-
-
 SLOW = """
     import subprocess, sys, time
     import pytest, torch.distributed as dist

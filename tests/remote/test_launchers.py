@@ -77,11 +77,7 @@ def test_ranks_are_where_the_launcher_put_them(
     port = free_port()
     processes = [{**each, **own} for each in variables(port)]
     launch = launched_by(
-        processes,
-        TESTS.replace("EXPECTED", repr(expected)),
-        tmp_path,
-        f"--gpus={len(expected)}",
-        *options,
+        processes, TESTS.replace("EXPECTED", repr(expected)), tmp_path, f"--gpus={len(expected)}", *options
     )
     run = launch.wait()
     # The top of the run, and the line that repeats a failure, say whether the run has a key that only its user can read.

@@ -252,6 +252,7 @@ def wait_until_begun(launch: Launch) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow  # test_hub.py interrupts a driver each day
 def test_ctrl_c_ends_everything(torchrun: Torchrun):
     launch = torchrun(LONG, "--rank-timeout=600", ranks=2)
     wait_until_begun(launch)

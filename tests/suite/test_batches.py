@@ -17,8 +17,7 @@ X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("tuple", tuple), ("list", list), ("dict", dict), ("namedtuple", Sample)],
+    ("kind", "expected"), [("tuple", tuple), ("list", list), ("dict", dict), ("namedtuple", Sample)]
 )
 def test_containers(kind: str, expected: Any) -> None:
     built: Any = Nested(kind, (X, Y)).build()

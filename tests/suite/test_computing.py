@@ -45,10 +45,7 @@ def looked_at(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "seed"),
-    [(32, 0), *((size, seed) for size, seed in ((48, 1), (77, 2)))],
-)
+@pytest.mark.parametrize(("size", "seed"), [(32, 0), *((size, seed) for size, seed in ((48, 1), (77, 2)))])
 def test_right_results_pass_and_give_the_same_ballot_again(size, seed):
     seen = [looked_at(case) for case in cases(size, seed, repeats=3)]
     assert {str(entry) for entry, _ in seen if entry.outcome != "passed"} == set()

@@ -76,10 +76,7 @@ def test_conditions_on_devices_and_dtypes() -> None:
         ours = one_device(torch.int8, torch.int16)
         assert [ours.holds(None, one) for one in (here.char(), near, there)] == [False, False, True]
         assert not one_device().holds(None)
-    assert [str(one) for one in (ours, one_device())] == [
-        "one device, int8 and int16",
-        "one device",
-    ]
+    assert [str(one) for one in (ours, one_device())] == ["one device, int8 and int16", "one device"]
 
 
 @pytest.fixture

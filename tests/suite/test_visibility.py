@@ -17,12 +17,7 @@ def sight(uuids: Sequence[str]) -> Sight:
 
 
 def test_values_that_are_tried() -> None:
-    assert visible_subsets(["0", "1", "2"]) == [
-        ("2,1,0", [2, 1, 0]),
-        ("2", [2]),
-        ("", []),
-        ("2,-1,0", [2]),
-    ]
+    assert visible_subsets(["0", "1", "2"]) == [("2,1,0", [2, 1, 0]), ("2", [2]), ("", []), ("2,-1,0", [2])]
     assert visible_subsets(["0"]) == [("0", [0]), ("0", [0]), ("", []), ("0,-1,0", [0])]
     assert visible_subsets(["3", "GPU-7"])[0] == ("GPU-7,3", [1, 0])
 
