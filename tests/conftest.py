@@ -129,7 +129,7 @@ def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest
     monkeypatch.setattr(pytester, "popen", popen)
 
 
-_LONGEST = ("matrix", "gates", "compare", "remote", "plugin")
+_LONGEST = ("matrix", "gates", "compare", "remote", "plugin", "models", "docs", "test_core.py", "test_structure.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -142,7 +142,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ours = isinstance(item, pytest.Function) and here in item.path.parents  # and no check of the packaged suite
         if ours and needs_of(item) in (Needs("parent", 0), Needs("node", 0)):
             item.add_marker(pytest.mark.gpus(8))
-    items.sort(key=lambda item: not any(here / name in item.path.parents for name in _LONGEST))
+    items.sort(key=lambda item: not any(here / name in (item.path, *item.path.parents) for name in _LONGEST))
 
 
 def pytest_collection_finish() -> None:

@@ -46,8 +46,8 @@ LOOSE = {"__init__", "__main__"} | {
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def packages_and_imports() -> list[tuple[str, str, str]]:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts == ("__init__",):
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in imports_of(path):
             names = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
@@ -106,7 +106,7 @@ CORE = set.union(*LAYERS[:8]) | {"__init__"}
 def used_modules(path: Path) -> set[str]:
     """Return the modules of the package that a file imports, also those that it imports from their package by name."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in imports_of(path):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("mgpu_check."):
             for alias in node.names:
                 module = f"{node.module}.{alias.name}".split(".")[1:]
@@ -267,7 +267,7 @@ def test_what_stands_beside_the_package_imports_what_it_has():
     """Benchmarks and examples, which no other test imports."""
     missing = []
     for path in (path for name in ("benchmarks", "examples") for path in (HERE.parent / name).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in imports_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mgpu_check":
                 module = importlib.import_module(str(node.module))
                 for alias in node.names:

@@ -75,22 +75,17 @@ def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_pat
         "    assert 'try_gpu' not in item.name, 'planted'\n"
     )
     text = command(
-        *("--gpus=2", "--simulate", "test_fixtures.py", "test_scatter.py", "-p", "breaks"),
-        *("-k", "test_try_gpu or test_try_all_gpus or tutorial"),
+        *("--gpus=2", "--simulate", "test_fixtures.py", "test_scatter.py", "test_collectives.py", "-p", "breaks"),
+        *("-k", "test_try_gpu or test_try_all_gpus or tutorial or test_functional_collectives"),
         code=1,
     )
-    assert re.search(r"^\[1/3\] FAILED       fixtures: .*\n\[2/3\] fixtures: 1 FAILED, 1 passed ", text, re.MULTILINE)
+    assert re.search(r"^\[1/4\] FAILED       fixtures: .*\n\[2/4\] fixtures: 1 FAILED, 1 passed ", text, re.MULTILINE)
     assert re.search(r"^fixtures +2 +\d+ +[\d.]+ +1 FAILED, 1 passed\n +FAILED: `try_gpu", text, re.MULTILINE)
     (advice,) = [line for line in text.splitlines() if "a failed check shows" in line]
     assert "the code or torch is wrong, or the machine below the simulated GPUs" in advice
     assert "run mgpu-check accept" in advice and "second look" not in text
-
-
-def test_what_torch_says_of_its_own_names_is_not_shown(command):
-    """The suite calls old names of torch, too, since people do. From 2.13 on torch warns of them."""
-    text = command("--gpus=2", "--simulate", "test_collectives.py::test_functional_collectives")
-    assert "1 passed" in text.splitlines()[-1]
-    assert "warning" not in text
+    assert "1 failed, 3 passed" in text.splitlines()[-1]
+    assert "warning" not in text, "the suite calls old names of torch, and torch warns of them"
 
 
 def test_a_killed_run_leaves_no_directory(command, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import itertools
 import re
@@ -161,17 +162,25 @@ def checks_of_many() -> list[Any]:
     ]
 
 
-def examples_of(test: Any, count: int, seed_of_run: int) -> list[dict[str, Any]]:
-    """Return the examples of a test of the suite, which is not run."""
+class Enough(Exception):
+    """Two examples were drawn."""
+
+
+def first_examples_of(test: Any, count: int, seed_of_run: int) -> list[dict[str, Any]]:
+    """Return the first examples of a test of the suite, which is not run."""
     examples: list[dict[str, Any]] = []
+    own = test._hypothesis_internal_use_settings
 
     @seed(seed_of_run)
-    @hypothesis_settings(test._hypothesis_internal_use_settings, max_examples=count, phases=[Phase.generate])
+    @hypothesis_settings(own, max_examples=count, phases=[Phase.generate], database=None)
     @given(**{name: value for name, value in test.hypothesis._given_kwargs.items() if name != "data"})
     def record(**example: Any) -> None:
         examples.append(example)
+        if len(examples) > 1:
+            raise Enough
 
-    record()
+    with contextlib.suppress(Enough):
+        record()
     return examples
 
 
@@ -184,7 +193,7 @@ def test_a_check_that_promises_all_devices_has_them_in_its_first_examples(
     _, standard, quick = drawing._settings_by_id[id(test._hypothesis_internal_use_settings)]
     most = min([5, *map(int, re.findall(r"most=(\d)", text))])
     for count, run in itertools.product({quick or 12, standard}, range(2)):
-        drawn_sizes = [example[argument] for example in examples_of(test, count, run)]
+        drawn_sizes = [example[argument] for example in first_examples_of(test, count, run)]
         assert len(drawn_sizes) >= min(count, 2), "Hypothesis rejected an example"
         sizes = [len(size) if "device_orders" in text else size for size in drawn_sizes]
         if "world_pairs" in text:
