@@ -301,7 +301,6 @@ class MeasuredStep(Generic[Key]):
     amplification: dict[Key, float]
 
     def without(self, keys: Iterable[Key]) -> MeasuredStep[Key]:
-        """Return this measurement without some of the results."""
         left_out = set(keys)
 
         def kept(results: Mapping[Key, T]) -> dict[Key, T]:

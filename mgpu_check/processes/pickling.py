@@ -72,10 +72,15 @@ def _class(value: type) -> Reduced | None:
     """Reduce a class of torch that is no attribute of its module, such as ``torch.nn.attention.SDPBackend``."""
     if not _of_torch(value):
         return None
-    resolved: Any = sys.modules.get(value.__module__)
+    return None if named_like(value) is value else _held(value)
+
+
+def named_like(value: types.FunctionType | type) -> object:
+    """Return the object that another process would import by the name of a function or class."""
+    resolved: object = sys.modules.get(value.__module__)
     for attribute in value.__qualname__.split("."):
         resolved = getattr(resolved, attribute, None)
-    return None if resolved is value else _held(value)
+    return resolved
 
 
 def _held(value: Any) -> Reduced | None:

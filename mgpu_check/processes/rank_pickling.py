@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import sys
 import traceback
 import types
 from collections.abc import Iterator
@@ -134,16 +133,8 @@ def give_by_value() -> None:
 
 
 def _reduce(pickler: ForkingPickler, value: object) -> Any:
-    if isinstance(value, (types.FunctionType, type)) and _found(value) is not value:
+    if isinstance(value, (types.FunctionType, type)) and pickling.named_like(value) is not value:
         buffer = io.BytesIO()
         Pickler(buffer).dump(value)
         return pickle.loads, (buffer.getvalue(),)
     return NotImplemented
-
-
-def _found(value: types.FunctionType | type) -> object:
-    """Return the object that another process would import by the name of a function or class."""
-    resolved: object = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        resolved = getattr(resolved, name, None)
-    return resolved

@@ -79,14 +79,18 @@ def line_under_test(lines: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
 
 def calling_line() -> tuple[str, int]:
     """Return file and line of the innermost frame of the code under test; ("", 0) without one."""
-    return line_under_test(_callers()) or ("", 0)
+    # The caller's frame: a frame that refers to itself would keep the locals of all its callers, tensors too, until the
+    # garbage collector ends it in the middle of a backward pass, where torch 2.13 then crashes.
+    lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in callers(sys._getframe(1)))
+    return line_under_test(lines) or ("", 0)
 
 
-def _callers() -> Iterator[tuple[str, int]]:
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
+def callers(frame: types.FrameType) -> Iterator[types.FrameType]:
+    """Yield the frames that have called a frame, the innermost first."""
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
 
 
 HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"  # in place of the stacks of a halted process

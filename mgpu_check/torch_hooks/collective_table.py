@@ -40,11 +40,9 @@ class Transfer:
         return "src" if self.givers == "root" else "dst" if self.takers == "root" else ""
 
     def gives(self, member: int, root: int) -> bool:
-        """Return whether a member gives tensors."""
         return self.givers == "all" or member == root
 
     def takes(self, member: int, root: int) -> bool:
-        """Return whether a member gets a result."""
         return self.takers == "all" or member == root
 
     def sources(self, member: int, count: int, root: int) -> Sequence[int]:

@@ -37,7 +37,7 @@ from mgpu_check.torch_hooks.collective_table import (
     MethodForm,
     Transfer,
 )
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, replaced
 from mgpu_check.torch_hooks.tensors import name_of
 
 _MOST_RUNS = 64  # per flow, to bound the size of an answer; later tensors are only counted
@@ -139,7 +139,6 @@ class Flows:
         self._runs: dict[tuple[Group, bool, int, int], list[list[Any]]] = {}
 
     def clear(self) -> None:
-        """Forget all operations."""
         self._runs.clear()
 
     def add(
@@ -166,7 +165,6 @@ class Flows:
         return take_back
 
     def summary(self) -> tuple[PeerTransfers, ...]:
-        """Return the flows for the pytest process."""
         if not self._runs:
             return ()
         with self._lock:
@@ -336,11 +334,8 @@ class Recorder:
 
     def aside(self, function: Callable[[], Any]) -> None:
         """Call a collective of the engine itself, which is not recorded."""
-        self._inside.depth += 1
-        try:
+        with replaced(self._inside, "depth", self._inside.depth + 1):
             function()
-        finally:
-            self._inside.depth -= 1
 
     def _enter(
         self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -418,8 +413,6 @@ def install() -> None:
 
 
 def recorded_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method `wait` of `Work`."""
-
     @functools.wraps(wait)
     def waiting(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         return recorder.wait(wait, work, args, kwargs)
@@ -428,7 +421,6 @@ def recorded_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recorded_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the process group's method that is called `name` in `METHODS`."""
     return _around(method, MethodForm(name))
 
 

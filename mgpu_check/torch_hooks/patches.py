@@ -142,3 +142,13 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     with Patches() as patches:
         patches.set(owner, name, value)
         yield
+
+
+@contextlib.contextmanager
+def temporarily(put: Callable[[Any], object], value: Any, before: Any) -> Iterator[Any]:
+    """Call a setter with `value`, yield the value `before`, and call the setter with that on exit."""
+    put(value)
+    try:
+        yield before
+    finally:
+        put(before)

@@ -8,16 +8,17 @@ cannot express (pytorch/pytorch#189955). This module handles both.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mgpu_check.torch_hooks.patches import temporarily
 
 _ABOVE = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _OPERATORS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
@@ -121,7 +122,7 @@ class Modes:
             _core._pop_torch_function_stack()
         while _core._len_torch_dispatch_stack() > self._dispatches:
             _core._pop_torch_dispatch_stack(None)
-        while _saved_tensors_hooks():
+        while _core._autograd._top_saved_tensors_default_hooks(True) is not None:
             _core._autograd._pop_saved_tensors_default_hooks()
         if _autocast() != self._autocast:
             cache, *devices = self._autocast
@@ -140,11 +141,6 @@ def _autocast() -> tuple[Any, ...]:
     )
 
 
-def _saved_tensors_hooks() -> bool:
-    top = getattr(_core._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
-
-
 def seed_everything(seed: int) -> None:
     """Seed the generators of torch (CPU and GPUs), of Python, and of NumPy if it is imported."""
     # torch.manual_seed would store the seed and a stack trace for each kind of device that is not initialized:
@@ -160,29 +156,16 @@ def seed_everything(seed: int) -> None:
 _MOST = 16
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[int]:
+def one_thread() -> AbstractContextManager[int]:
     """Compute with one thread, as small steps on a shared machine do not profit from more; yield the former number."""
-    before = torch.get_num_threads()
-    with _threads(1):
-        yield before
+    return temporarily(torch.set_num_threads, 1, torch.get_num_threads())
 
 
-@contextlib.contextmanager
-def some_threads(most: int, needed: bool = True) -> Iterator[None]:
+def some_threads(most: int, needed: bool = True) -> AbstractContextManager[int]:
     """Compute with one thread per idle processor, at most `most` and 16; change nothing unless `needed`."""
-    with _threads(max(1, min(most, _MOST, _idle_processors())) if needed else torch.get_num_threads()):
-        yield
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    count = max(1, min(most, _MOST, _idle_processors())) if needed else before
+    return temporarily(torch.set_num_threads, count, before)
 
 
 def _idle_processors() -> int:

@@ -47,6 +47,13 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
     return as_real(copied(value.full_tensor() if hasattr(value, "full_tensor") else value))
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank has, or another tensor itself, without autograd history."""
+    # Not `to_local`, which makes a view under autograd (torch/distributed/tensor/_api.py, _ToTorchTensor, torch 2.13).
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complex tensor as real pairs in a new last dimension of 2, and any other tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
