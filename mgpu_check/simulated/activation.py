@@ -27,7 +27,6 @@ from mgpu_check.simulated.cuda import streams
 from mgpu_check.simulated.cuda.allocator import forget_pinned
 from mgpu_check.simulated.cuda.graphs import abandon, install_graphs
 from mgpu_check.simulated.cuda.runtime import install_native, install_runtime
-from mgpu_check.simulated.cuda.streams import late_host_copy
 from mgpu_check.simulated.distributed.collectives import install_collectives
 from mgpu_check.simulated.distributed.data_parallel import install_parallel, install_reducer
 from mgpu_check.simulated.factories import install_device_type, install_factories, install_typed
@@ -38,7 +37,6 @@ from mgpu_check.simulated.operators.generators import ambient_generator, device_
 from mgpu_check.simulated.operators.kernels import install_composites
 from mgpu_check.simulated.tensor import install_storage, tag
 from mgpu_check.simulated.tensor_methods import install_methods, install_modules, install_wrappers
-from mgpu_check.simulated.transfer import on_host_copy
 from mgpu_check.torch_hooks.patches import Patches, around
 
 _warned: set[int] = set()
@@ -181,8 +179,6 @@ def _enter(n: int, backing: torch.device) -> Patches:
     patches = Patches(sparing="mgpu_check.simulated")
     enter_node(node)
     try:
-        on_host_copy(late_host_copy)
-        dispatch.on_sync(streams.host_waits)
         for install in (
             *(install_device_type, install_factories, install_methods, install_storage, install_random),
             *(install_runtime, install_graphs, install_native, install_typed, install_profiling, install_modules),
@@ -201,8 +197,6 @@ def _leave(patches: Patches) -> None:
     try:
         patches.undo()
     finally:
-        on_host_copy(None)
-        dispatch.on_sync(None)
         abandon()
         streams.forget_streams()
         forget_pinned()

@@ -18,6 +18,7 @@ import torch
 
 from mgpu_check.simulated import hardware
 from mgpu_check.simulated import tensor as storage
+from mgpu_check.simulated.cuda.streams import host_waits
 from mgpu_check.simulated.distributed import collectives
 from mgpu_check.simulated.node import active_node
 from mgpu_check.simulated.operators import kernels
@@ -65,16 +66,6 @@ def _rules() -> _Rules:
     return _Rules(frozenset(table["any"]), methods, through, dict(table["temporaries"]))
 
 
-@dataclass(frozen=True)
-class Decompose:
-    """The answer for an operator that calls others: run those, so that the one that refuses its operands raises."""
-
-    func: torch._ops.OpOverload
-
-    def decompose(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        return self.func.decompose(*args, **kwargs)
-
-
 def _names(func: torch._ops.OpOverload) -> tuple[str, str]:
     """Name the operator without and with its overload, ("add", "add.Tensor"), as native_functions.yaml writes it."""
     name = func._schema.name.rpartition("::")[2]
@@ -90,16 +81,16 @@ def allows_scalars(func: torch._ops.OpOverload) -> bool:
     return full not in _rules().methods and name not in _rules().through
 
 
-def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Decompose | None:
-    """Raise CUDA's error for these operands, or return None if the operator accepts them.
+def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Raise CUDA's error for these operands; return False if the operator accepts them.
 
-    Return NotImplemented if an operand's type has its own dispatch, which then decides, and :class:`Decompose` if the
-    operators that this one calls must be checked instead.
+    Return NotImplemented if an operand's type has its own dispatch, which then decides. Return True if the operator
+    calls others: run those, so that the one that refuses its operands raises.
     """
     name, full = _names(func)
     rules = _rules()
     if not func._schema.name.startswith("aten::") or name in rules.any_device or full in rules.any_device:
-        return None
+        return False
     operands = []
     for operand in _operands(func, args, kwargs):
         tensor_class = type(operand.tensor)
@@ -117,16 +108,14 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
         made_here = references <= _held_by_this_call and (name in _MASKED_FILL or not operand.tensor._is_view())
         if not (made_here and rules.temporaries.get(name) == operand.name):
             operands.append(operand)
-    if _reference_counts is not None:
-        return None
-    if len({o.device for o in operands}) < 2 or _called_by_autograd():
-        return None
+    if _reference_counts is not None or len({o.device for o in operands}) < 2 or _called_by_autograd():
+        return False
     if func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     ):
-        return Decompose(func)
+        return True
     _refuse_if_mixed(name, full, operands, rules)
-    return None
+    return False
 
 
 def _refuse_if_mixed(name: str, full: str, operands: list[_Operand], rules: _Rules) -> None:
@@ -276,13 +265,6 @@ _SYNCING = frozenset(
 _BY_MASK = frozenset({"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})
 _IDLE = frozenset({"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::resize_as_"})  # they write no values
 _ON_HOST = {"aten::_pack_padded_sequence": 1}
-_sync: Callable[[torch.device], object] | None = None
-
-
-def on_sync(call: Callable[[torch.device], object] | None) -> None:
-    """Register a function to call with the device whenever an operator waits for it, as ``.item()`` does."""
-    global _sync
-    _sync = call
 
 
 @dataclass(eq=False)
@@ -303,16 +285,14 @@ class _Operator:
     written: tuple[tuple[int, str], ...]  # arguments that it writes, by position and name
 
 
-_operators: dict[object, _Operator] = {}
-
-
+@cache
 def _inspect(func: torch._ops.OpOverload) -> _Operator:
     schema = func._schema
     name = schema.name
     written = bool(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     kernel = kernels.KERNELS.get(f"{name}.{schema.overload_name}") or kernels.KERNELS.get(name, func)
-    operator = _Operator(
+    return _Operator(
         call=storage.operator(name, kernel),  # type: ignore[arg-type]
         fresh=not written and not name.startswith("c10d::"),
         scalars=allows_scalars(func),
@@ -326,27 +306,25 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         computes=not views and name not in _IDLE and name.rpartition("::")[2] not in storage.EMPTY,
         written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
-    _operators[func] = operator
-    return operator
 
 
 def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Run an operator as ``__torch_dispatch__`` of a simulated tensor does; see the module."""
-    operator = _operators.get(func) or _inspect(func)
+    operator = _inspect(func)
     if operator.instead is not None:
         return operator.instead(*args, **kwargs)
     device, mixed = _device_of(operator, args, kwargs)
     if mixed:
-        answer = check(func, args, kwargs)
-        if answer is NotImplemented:
+        decomposes = check(func, args, kwargs)
+        if decomposes is NotImplemented:
             return NotImplemented
-        if answer is not None:
-            return answer.decompose(args, kwargs)
+        if decomposes:
+            return func.decompose(*args, **kwargs)
     if device is None:
         with _no_dispatch():
             return func(*args, **kwargs)
-    if _sync is not None and (operator.syncs or (operator.by_mask and _counts(args))):
-        _sync(device)
+    if (operator.syncs or (operator.by_mask and _counts(args))) and active_node() is not None:
+        host_waits(device)
     below = hardware.present
     inputs: list[torch.Tensor] = []
     if below is not None:

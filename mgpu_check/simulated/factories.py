@@ -15,7 +15,7 @@ import torch.utils._python_dispatch
 from mgpu_check.simulated import hardware
 from mgpu_check.simulated.cuda.graphs import recorder_of
 from mgpu_check.simulated.cuda.streams import host_waits
-from mgpu_check.simulated.node import BLOCK, active_node, refused, simulated_device
+from mgpu_check.simulated.node import BLOCK, active_node, present_node, refused, simulated_device
 from mgpu_check.simulated.operators.generators import drawing
 from mgpu_check.simulated.tensor import EMPTY, TYPE_NAMES, SimulatedTensor, never_written, raw, require, tag
 from mgpu_check.simulated.tensor_methods import convert_local
@@ -163,8 +163,7 @@ def _default_device() -> torch.device | None:
 
 
 def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
-    node = active_node()
-    assert node is not None
+    node = present_node()
     if torch._C._len_torch_dispatch_stack() and _faking():
         return make(*args, device=device, **kwargs)
     requires_grad = kwargs.pop("requires_grad", False)
@@ -192,8 +191,7 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
 
 
 def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
-    node = active_node()
-    assert node is not None
+    node = present_node()
     if hardware.present is not None:
         hardware.present.touch(device)
     generator = kwargs.get("generator")
@@ -258,6 +256,8 @@ def _pinned(make: Maker, args: tuple[object, ...], kwargs: dict[str, object]) ->
 
 
 def _like(make: Maker) -> Maker:
+    """Wrap ``empty_like`` and its kin, or a method such as ``new_empty``, whose result is like its first argument."""
+
     @functools.wraps(make)
     def factory(input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         device = kwargs.get("device")
@@ -314,23 +314,6 @@ def _from_data(make: Maker) -> Maker:
     return factory
 
 
-def _new_like(method: Maker) -> Maker:
-    @functools.wraps(method)
-    def new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is None or active_node() is None:
-            return method(self, *args, **kwargs)
-        target = simulated_device(device)
-        if target is None:
-            return method(raw(self), *args, **kwargs)
-        kwargs.pop("device")
-        if self.device == target:
-            return method(self, *args, **kwargs)
-        return _on_device(method, target, (raw(self), *args), kwargs)
-
-    return new
-
-
 def install_factories(patches: Patches) -> None:
     for function_names, wrap in ((_FROM_SIZES, _from_sizes), (_LIKE, _like), (_FROM_DATA, _from_data)):
         for name in function_names:
@@ -341,7 +324,7 @@ def install_factories(patches: Patches) -> None:
         original = getattr(torch.fft, name)
         patches.replace(original, _from_sizes(original))
     for name in _NEW:
-        patches.wrap(torch.Tensor, name, _new_like)
+        patches.wrap(torch.Tensor, name, _like)
     patches.wrap(torch.Tensor, "new_tensor", _new_tensor)
 
 

@@ -350,7 +350,6 @@ class Hardware:
         return [Copy(source, None, "engine", data, load=load), Copy(None, target, "engine", data, load=load)]
 
     def reduced(self, collective: EndedCollective) -> None:
-        """Spoil the result of a collective on one rank."""
         for defect in self.defects:
             defect.reduced(collective)
 

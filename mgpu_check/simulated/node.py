@@ -393,6 +393,13 @@ def active_node() -> SimulatedNode | None:
     return _node
 
 
+def present_node() -> SimulatedNode:
+    """Return the node of this process; raise RuntimeError outside a simulation."""
+    if _node is None:
+        raise RuntimeError("the simulated node is not active")
+    return _node
+
+
 def enter_node(node: SimulatedNode | None) -> None:
     """Enter a node; None leaves it."""
     global _node

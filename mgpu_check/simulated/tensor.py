@@ -17,7 +17,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -64,6 +64,15 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return arguments with each tensor changed, in lists and tuples too; see `tensors_in`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(item, change) for item in value)
+    return value
 
 
 class SimulatedTensor(torch.Tensor):
@@ -320,16 +329,13 @@ def require(
 def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> int | None:
     """Return the size in bytes of the results of ``make``, computed on 'meta'; None if 'meta' does not support it."""
 
-    def bare(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if isinstance(value, (list, tuple)):
-            return [bare(item) for item in value]
-        return value
+    def bare(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
     try:
         with _no_dispatch():
-            output = make(*map(bare, args), **{k: bare(v) for k, v in kwargs.items() if v is not None})
+            named = {name: mapped(value, bare) for name, value in kwargs.items() if value is not None}
+            output = make(*mapped(list(args), bare), **named)
     except (RuntimeError, TypeError, NotImplementedError):
         return None
     results = output if isinstance(output, (list, tuple)) else [output]

@@ -398,7 +398,7 @@ def install_methods(patches: Patches) -> None:
     patches.set(torch.Tensor, "data", _data(_base.data))
     patches.set(torch.Tensor, "grad", _grad(_base.grad))
     patches.replace(torch._has_compatible_shallow_copy_type, compatible(torch._has_compatible_shallow_copy_type))
-    install_lazy(patches, become)
+    install_lazy(patches)
 
 
 Groups = dict[tuple[torch.device, torch.dtype | None], tuple[list[list[torch.Tensor | None]], list[int]]]

@@ -57,7 +57,7 @@ def _parameter(original: Callable[..., torch.Tensor]) -> staticmethod[..., torch
     return staticmethod(new)
 
 
-def _materialize(original: Callable[..., None], become: Callable[..., None]) -> Callable[..., None]:
+def _materialize(original: Callable[..., None]) -> Callable[..., None]:
     def materialize(self: torch.Tensor, shape: object, device: object = None, dtype: object = None) -> None:
         node = active_node()
         remembered = self.__dict__.pop(TARGET, None)
@@ -76,7 +76,7 @@ def _device(self: torch.Tensor) -> torch.device:
     return torch._C.TensorBase.device.__get__(self) if target is None else target
 
 
-def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
+def install_lazy(patches: Patches) -> None:
     for lazy_class in (UninitializedParameter, UninitializedBuffer):
         patches.set(lazy_class, "__new__", _new(lazy_class.__new__))
     patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))
@@ -84,7 +84,7 @@ def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
     patches.set(LAZY, "is_cuda", property(lambda self: self.device.type == "cuda"))
     patches.set(LAZY, "is_cpu", property(lambda self: self.device.type == "cpu"))
     patches.set(LAZY, "get_device", lambda self: -1 if self.device.index is None else self.device.index)
-    patches.set(LAZY, "materialize", _materialize(vars(LAZY)["materialize"], become))
+    patches.set(LAZY, "materialize", _materialize(vars(LAZY)["materialize"]))
 
 
 _base: Any = torch._C.TensorBase
@@ -201,13 +201,6 @@ class _Destination:
 
 
 _to = torch._C.TensorBase.to
-_host_copy: Callable[[torch.Tensor, torch.device, bool], object] | None = None
-
-
-def on_host_copy(call: Callable[[torch.Tensor, torch.device, bool], object] | None) -> None:
-    """Call ``call(copy, source device, non_blocking)`` after each copy from a device to the host."""
-    global _host_copy
-    _host_copy = call
 
 
 def _transfer(t: torch.Tensor, to: _Destination) -> torch.Tensor:
@@ -236,11 +229,11 @@ def _transfer(t: torch.Tensor, to: _Destination) -> torch.Tensor:
         out = recorder.record(copied, (t,), {}, [], device)
     else:
         out = recorder.record(copied, (t,), {}, [], source, after=lambda host: late_host_copy(host, source, True))
-    if _host_copy is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
+    if node is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
         if to.non_blocking and to.into is None and out.layout is torch.strided:
             pin(out)  # torch also uses pinned memory for a non-blocking copy
         if recorder is None or not to.non_blocking:
-            _host_copy(out, source, to.non_blocking)
+            late_host_copy(out, source, to.non_blocking)
     return out
 
 

@@ -11,6 +11,7 @@ with the collectives that it sends.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
@@ -27,8 +28,8 @@ from mgpu_check.simulated.cuda.streams import Capture, Stream, as_on, chosen_str
 from mgpu_check.simulated.distributed.collectives import wait_pending
 from mgpu_check.simulated.node import BLOCK, cuda_error, refused
 from mgpu_check.simulated.operators.generators import Draws
-from mgpu_check.simulated.tensor import EMPTY, SimulatedTensor, bytes_of, never_written, raw, tag, tensors_in
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.simulated.tensor import EMPTY, SimulatedTensor, bytes_of, mapped, never_written, raw, tag, tensors_in
+from mgpu_check.torch_hooks.patches import Patches, replaced
 
 # Operators whose schemas do not declare all written arguments: the running statistics.
 _WRITES_UNDECLARED = frozenset(
@@ -84,14 +85,6 @@ def _bare(t: torch.Tensor) -> torch.Tensor:
         return tag(bare, t._dev) if isinstance(t, SimulatedTensor) else bare
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change) for item in value)
-    return value
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator; wait for its work if it is a collective that C++ sent."""
     result = func(*args, **kwargs)
@@ -101,20 +94,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-@dataclass(eq=False)
-class _Effects:
-    written: list[tuple[int, str]]
-    makes: bool
-
-
-_effects: dict[Any, _Effects] = {}
-
-
-def _effects_of(func: Any) -> _Effects:
+@functools.cache
+def _effects_of(func: Any) -> tuple[list[tuple[int, str]], bool]:
+    """Return the arguments that an operator writes, by position and name, and whether it makes new tensors."""
     schema = func._schema
     name = schema.name.rpartition("::")[2]
     if name in _OF_THE_HOST:
-        return _effects.setdefault(func, _Effects([], makes=False))
+        return [], False
     undeclared = func.namespace == "c10d" or name in _WRITES_UNDECLARED
     written = [
         (i, a.name)
@@ -122,7 +108,7 @@ def _effects_of(func: Any) -> _Effects:
         if undeclared or (a.alias_info is not None and a.alias_info.is_write)
     ]
     makes = func.namespace != "c10d" and any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
-    return _effects.setdefault(func, _Effects(written, makes))
+    return written, makes
 
 
 class GraphRecorder(TorchDispatchMode):
@@ -163,15 +149,15 @@ class GraphRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(map(_wraps, types)):
             return NotImplemented  # its operators on the wrapped tensors come here next
-        effects = _effects.get(func) or _effects_of(func)
-        if not effects.makes and not effects.written:
+        arguments, makes = _effects_of(func)
+        if not makes and not arguments:
             return func(*args, **kwargs)
         device = next(
             (t._dev for t in tensors_in([args, tuple(kwargs.values())]) if isinstance(t, SimulatedTensor)), None
         )
         if device is not None and not is_capturing(device.index):
             return func(*args, **kwargs)
-        targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
+        targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in arguments]
         written = list(tensors_in(targets))
         if device is not None:
             self._there.update((_storage(t), device) for t in written)
@@ -208,16 +194,12 @@ class GraphRecorder(TorchDispatchMode):
         """
         for t in written:
             self._keep(t)
-        operands = _mapped(args, substitute)
-        named = {name: _mapped(value, substitute) for name, value in kwargs.items()}
+        operands = mapped(args, substitute)
+        named = {name: mapped(value, substitute) for name, value in kwargs.items()}
         reads = list(tensors_in([operands, tuple(named.values())]))
-        paused, self.paused = self.paused, True
         draws = Draws()
-        try:
-            with draws.noted():
-                result = run(args, kwargs)
-        finally:
-            self.paused = paused
+        with replaced(self, "paused", True), draws.noted():
+            result = run(args, kwargs)
         targets = [_bare(t) for t in _made(result, reads)]
         for target in targets:
             self._memory.setdefault(_storage(target), target)
@@ -235,12 +217,9 @@ class GraphRecorder(TorchDispatchMode):
         for node in nodes:
             for t in (*node.writes, *node.targets):
                 self._keep(t)
-        paused, self.paused = self.paused, True
-        try:
+        with replaced(self, "paused", True):
             for node in nodes:
                 node.replay()
-        finally:
-            self.paused = paused
         self.nodes.extend(nodes)
 
     def _keep(self, t: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from mgpu_check.simulated.node import (
     current_index,
     device_index,
     invalid_ordinal,
+    present_node,
     refused,
     refused_class,
     set_current_index,
@@ -107,15 +108,8 @@ def runtime() -> SimpleNamespace:
 _CAPABILITY = (9, 0)
 
 
-def _node() -> SimulatedNode:
-    node = active_node()
-    if node is None:
-        raise RuntimeError("the simulated node is not active")
-    return node
-
-
 def _used() -> SimulatedNode:
-    node = _node()
+    node = present_node()
     node.initialize()
     return node
 
@@ -214,7 +208,7 @@ def _properties(device: object = None) -> DeviceProperties:
         raise AssertionError("Invalid device id")
     major, minor = _CAPABILITY
     return DeviceProperties(
-        name=f"SIMULATED ({_node().backing})",
+        name=f"SIMULATED ({present_node().backing})",
         major=major,
         minor=minor,
         total_memory=device_memory(index).total,
@@ -233,7 +227,7 @@ def _properties(device: object = None) -> DeviceProperties:
         clock_rate=1_000_000,
         memory_clock_rate=1_000_000,
         memory_bus_width=5120,
-        uuid=uuid_of(_node().physical[index]),
+        uuid=uuid_of(present_node().physical[index]),
         pci_bus_id=index,
         pci_device_id=0,
         pci_domain_id=0,
@@ -254,12 +248,12 @@ def _synchronize(device: object = None) -> None:
 
 def _device_count() -> int:
     """Return the number of devices; before CUDA is initialized, as NVML counts them, without a call to the driver."""
-    return _node().count()
+    return present_node().count()
 
 
 def _is_available() -> bool:
     """Return whether a device exists: by NVML if torch is set so, else by the driver."""
-    return (_device_count() if torch.cuda._nvml_based_avail() else _node().n) > 0
+    return (_device_count() if torch.cuda._nvml_based_avail() else present_node().n) > 0
 
 
 def _device_module(device: object = None) -> object:
@@ -278,12 +272,12 @@ def _cuda_functions() -> dict[str, object]:
     return {
         "is_available": _is_available,
         "device_count": _device_count,
-        "_lazy_init": lambda: _node().initialize(),
-        "init": lambda: _node().initialize(),
+        "_lazy_init": lambda: present_node().initialize(),
+        "init": lambda: present_node().initialize(),
         # checkpoint() reads it before it saves the states: torch/utils/checkpoint.py, CheckpointFunction, torch 2.13
         "_initialized": False,
-        "is_initialized": lambda: _node().initialized and not _node().in_bad_fork,
-        "_is_in_bad_fork": lambda: _node().in_bad_fork,
+        "is_initialized": lambda: present_node().initialized and not present_node().in_bad_fork,
+        "_is_in_bad_fork": lambda: present_node().in_bad_fork,
         "current_device": _current,
         "set_device": _set_device,
         "device": _DeviceGuard,
@@ -334,9 +328,9 @@ def _monitoring() -> dict[str, object]:
         "clock_rate": of(1000),
         "device_memory_used": memory_used,
         "list_gpu_processes": processes,
-        "_device_count_nvml": lambda: len(_node().visible()),
-        "_raw_device_count_nvml": lambda: _node().total,
-        "_raw_device_uuid_nvml": lambda: [f"GPU-{uuid_of(i)}" for i in range(_node().total)],
+        "_device_count_nvml": lambda: len(present_node().visible()),
+        "_raw_device_count_nvml": lambda: present_node().total,
+        "_raw_device_uuid_nvml": lambda: [f"GPU-{uuid_of(i)}" for i in range(present_node().total)],
     }
 
 
@@ -362,7 +356,7 @@ def _accelerator_functions() -> dict[str, object]:
         "_accelerator_setDeviceIndex": _set_device,
         "_accelerator_exchangeDevice": _exchange,
         "_accelerator_maybeExchangeDevice": _exchange,
-        "_accelerator_hooks_device_count": lambda: _node().n,
+        "_accelerator_hooks_device_count": lambda: present_node().n,
         "_accelerator_hooks_get_current_device": lambda: _current(),
         "_accelerator_hooks_set_current_device": lambda index: _set_device(index),
         "_accelerator_hooks_exchange_device": lambda index: _exchange(index),
@@ -377,9 +371,9 @@ def _accelerator_functions() -> dict[str, object]:
 def _native_functions() -> dict[str, object]:
     """Return the functions of ``torch._C`` under ``torch.cuda``, by name, for code that calls them directly."""
     return {
-        "_cuda_init": lambda: _node().initialize(),
-        "_cuda_isInBadFork": lambda: _node().in_bad_fork,
-        "_cuda_getDeviceCount": lambda: _node().n,
+        "_cuda_init": lambda: present_node().initialize(),
+        "_cuda_isInBadFork": lambda: present_node().in_bad_fork,
+        "_cuda_getDeviceCount": lambda: present_node().n,
         "_cuda_getDevice": lambda: _current(),
         "_cuda_setDevice": lambda index: _set_device(index),
         "_cuda_exchangeDevice": lambda index: _exchange(index),

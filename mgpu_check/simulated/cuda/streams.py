@@ -27,11 +27,11 @@ from typing import NoReturn, Self
 import torch
 
 from mgpu_check.simulated.node import (
-    active_node,
     cuda_error,
     current_index,
     device_index,
     invalid_ordinal,
+    present_node,
     set_current_index,
 )
 
@@ -265,9 +265,7 @@ class Stream(Waiting):
         if "stream_id" in identity:
             return
         target = None if isinstance(device, int) and device < 0 else device
-        node = active_node()
-        if node is None:
-            raise RuntimeError("the simulated node is not active")
+        node = present_node()
         node.initialize()
         index = device_index(target)
         if not 0 <= index < node.n:
@@ -305,7 +303,6 @@ class Stream(Waiting):
         _busy[self.device_index] = max(_busy.get(self.device_index, 0.0), moment)
 
     def hold(self, late: Late) -> None:
-        """Queue a late result on this stream."""
         self._late = [kept for kept in self._late if not kept.done]
         self._late.append(late)
 

@@ -11,7 +11,7 @@ import abc
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -408,19 +408,22 @@ class Egress(_Spoiled):
         return copy.source == self.parameters["device"] and copy.target is not None
 
 
+def _crosses_host_link(parameters: Parameters, copy: Copy, ways: Collection[str]) -> bool:
+    """Return whether a copy takes the link between the host and "device", in one of some ways, with its memory."""
+    way, memory = "upload" if copy.source is None else "download", "pinned" if copy.pinned else "pageable"
+    ends = {copy.source, copy.target} == {None, parameters["device"]}
+    return ends and way in ways and parameters.get("memory", "any") in ("any", memory)
+
+
 class HostLink(_Spoiled):
     """The link between the host and ``device``. Parameters: memory ("pinned", "pageable", "any")."""
 
     def __init__(self, parameters: Parameters, damage: str, upload: bool = False, download: bool = False) -> None:
         super().__init__(parameters, damage)
-        self._upload, self._download = upload, download
+        self._ways = ["upload"] * upload + ["download"] * download
 
     def concerns(self, copy: Copy) -> bool:
-        device = self.parameters["device"]
-        crosses = (self._upload and (copy.source, copy.target) == (None, device)) or (
-            self._download and (copy.source, copy.target) == (device, None)
-        )
-        return crosses and self.parameters.get("memory", "any") in ("any", "pinned" if copy.pinned else "pageable")
+        return _crosses_host_link(self.parameters, copy, self._ways)
 
 
 Event = Operation | Copy | EndedCollective
@@ -493,13 +496,9 @@ class SlowHostLink(_Slow):
     """
 
     def concerns(self, event: Event) -> bool:
-        if not isinstance(event, Copy) or {event.source, event.target} != {None, self.parameters["device"]}:
-            return False
-        way, memory = ("upload" if event.source is None else "download"), "pinned" if event.pinned else "pageable"
-        return self.parameters.get("way", "any") in ("any", way) and self.parameters.get("memory", "any") in (
-            "any",
-            memory,
-        )
+        way = str(self.parameters.get("way", "any"))
+        ways = ("upload", "download") if way == "any" else (way,)
+        return isinstance(event, Copy) and _crosses_host_link(self.parameters, event, ways)
 
 
 class SlowCollective(_Slow):

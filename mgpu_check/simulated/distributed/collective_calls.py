@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mgpu_check.simulated.cuda.streams import Late, hold_outstanding, poison
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.collective_table import METHODS
+from mgpu_check.torch_hooks.patches import temporarily
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -272,23 +273,15 @@ class TransferCall:
         return options
 
 
-def _title(name: str) -> Callable[[], None]:
-    """Show gloo's next operation in the profiler under NCCL's name; return the function that ends this."""
-    name_next = getattr(_c10d, "_set_comm_profiling_name", None)
-    if name_next is None:
-        return lambda: None
-    before = _c10d._get_comm_profiling_name()
-    name_next(f"nccl:{name}")
-    return lambda: name_next(before)
-
-
 def _on_gloo(call: TransferCall, method: str, pg: dist.ProcessGroup, *args: Any) -> dist.Work:
-    untitled = _title(call.title) if call.nccl else lambda: None
-    try:
-        work: dist.Work = _gloo[method](pg, *args)
+    """Start an operation of gloo, under NCCL's name in the profiler."""
+    work: dist.Work
+    if not call.nccl or not hasattr(_c10d, "_set_comm_profiling_name"):
+        work = _gloo[method](pg, *args)
         return work
-    finally:
-        untitled()
+    with temporarily(_c10d._set_comm_profiling_name, f"nccl:{call.title}", _c10d._get_comm_profiling_name()):
+        work = _gloo[method](pg, *args)
+        return work
 
 
 def _movable(t: torch.Tensor) -> torch.Tensor:

@@ -64,9 +64,11 @@ def _reduction(options_type: type, name: str) -> Any:
     return opts
 
 
-def _pending(work: Any, *results: torch.Tensor) -> None:
-    for result in results:
+def _pending(work: Any, results: Any) -> Any:
+    """Return the results of a collective, a tensor or a list, whose memory holds the work until `wait_pending`."""
+    for result in tensors_in(results):
         result.untyped_storage().__dict__[_WORK] = work
+    return results
 
 
 def wait_pending(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,15 +88,13 @@ def _real(t: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(t) if t.is_complex() else t
 
 
-def _all_reduce_(input: torch.Tensor, reduce_op: str, group_name: Any) -> torch.Tensor:
-    _pending(_group(group_name).allreduce([input], _reduction(_c10d.AllreduceOptions, reduce_op)), input)
-    return input
+def _all_reduce_(input: torch.Tensor, reduce_op: str, group_name: Any) -> Any:
+    return _pending(_group(group_name).allreduce([input], _reduction(_c10d.AllreduceOptions, reduce_op)), input)
 
 
-def _all_reduce_coalesced_(inputs: Tensors, reduce_op: str, group_name: Any) -> Tensors:
+def _all_reduce_coalesced_(inputs: Tensors, reduce_op: str, group_name: Any) -> Any:
     opts = _reduction(_c10d.AllreduceCoalescedOptions, reduce_op)
-    _pending(_group(group_name).allreduce_coalesced(inputs, opts), *inputs)
-    return inputs
+    return _pending(_group(group_name).allreduce_coalesced(inputs, opts), inputs)
 
 
 def _gathered(input: torch.Tensor, size: int) -> torch.Tensor:
@@ -102,23 +102,19 @@ def _gathered(input: torch.Tensor, size: int) -> torch.Tensor:
     return input.new_empty(shape)
 
 
-def _all_gather_into_tensor_out(
-    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
-) -> torch.Tensor:
-    _pending(_group(group_name)._allgather_base(_real(out), _real(_dense(input)), _c10d.AllgatherOptions()), out)
-    return out
+def _all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor) -> Any:
+    group = _group(group_name)
+    return _pending(group._allgather_base(_real(out), _real(_dense(input)), _c10d.AllgatherOptions()), out)
 
 
-def _all_gather_into_tensor(input: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
+def _all_gather_into_tensor(input: torch.Tensor, group_size: int, group_name: Any) -> Any:
     return _all_gather_into_tensor_out(input, group_size, group_name, out=_gathered(input, group_size))
 
 
-def _all_gather_into_tensor_coalesced(inputs: Tensors, group_size: int, group_name: Any) -> Tensors:
-    outs = [_gathered(t, group_size) for t in inputs]
-    dense = [_dense(t) for t in inputs]
+def _all_gather_into_tensor_coalesced(inputs: Tensors, group_size: int, group_name: Any) -> Any:
+    outs, dense = [_gathered(t, group_size) for t in inputs], [_dense(t) for t in inputs]
     group = _group(group_name)
-    _pending(group.allgather_into_tensor_coalesced(outs, dense, _c10d.AllgatherOptions()), *outs)
-    return outs
+    return _pending(group.allgather_into_tensor_coalesced(outs, dense, _c10d.AllgatherOptions()), outs)
 
 
 def _scattered(input: torch.Tensor, size: int) -> torch.Tensor:
@@ -129,38 +125,33 @@ def _scattered(input: torch.Tensor, size: int) -> torch.Tensor:
 
 def _reduce_scatter_tensor_out(
     input: torch.Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: torch.Tensor
-) -> torch.Tensor:
+) -> Any:
     opts = _reduction(_c10d.ReduceScatterOptions, reduce_op)
-    _pending(_group(group_name)._reduce_scatter_base(_real(out), _real(_dense(input)), opts), out)
-    return out
+    return _pending(_group(group_name)._reduce_scatter_base(_real(out), _real(_dense(input)), opts), out)
 
 
-def _reduce_scatter_tensor(input: torch.Tensor, reduce_op: str, group_size: int, group_name: Any) -> torch.Tensor:
+def _reduce_scatter_tensor(input: torch.Tensor, reduce_op: str, group_size: int, group_name: Any) -> Any:
     return _reduce_scatter_tensor_out(input, reduce_op, group_size, group_name, out=_scattered(input, group_size))
 
 
-def _reduce_scatter_tensor_coalesced(inputs: Tensors, reduce_op: str, group_size: int, group_name: Any) -> Tensors:
-    outs = [_scattered(t, group_size) for t in inputs]
+def _reduce_scatter_tensor_coalesced(inputs: Tensors, reduce_op: str, group_size: int, group_name: Any) -> Any:
+    outs, dense = [_scattered(t, group_size) for t in inputs], [_dense(t) for t in inputs]
     opts = _reduction(_c10d.ReduceScatterOptions, reduce_op)
-    dense = [_dense(t) for t in inputs]
-    _pending(_group(group_name).reduce_scatter_tensor_coalesced(outs, dense, opts), *outs)
-    return outs
+    return _pending(_group(group_name).reduce_scatter_tensor_coalesced(outs, dense, opts), outs)
 
 
 def _all_to_all_single(
     input: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int], group_name: Any
-) -> torch.Tensor:
+) -> Any:
     outs, ins = list(output_split_sizes), list(input_split_sizes)
     out = input.new_empty((sum(outs), *input.shape[1:]) if outs else input.shape)
-    _pending(_group(group_name).alltoall_base(out, _dense(input), outs, ins, _c10d.AllToAllOptions()), out)
-    return out
+    return _pending(_group(group_name).alltoall_base(out, _dense(input), outs, ins, _c10d.AllToAllOptions()), out)
 
 
-def _broadcast_(input: torch.Tensor, src: int, group_name: Any) -> torch.Tensor:
+def _broadcast_(input: torch.Tensor, src: int, group_name: Any) -> Any:
     opts = _c10d.BroadcastOptions()
     opts.rootRank = src
-    _pending(_group(group_name).broadcast([input], opts), input)
-    return input
+    return _pending(_group(group_name).broadcast([input], opts), input)
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
@@ -206,7 +197,8 @@ OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTI
 """Operator -> the function that replaces it on simulated tensors."""
 
 
-def _refusing(original: Callable[..., Any], refuse: Callable[[Any], None]) -> Callable[..., Any]:
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a functional collective to raise NCCL's error for CPU tensors, which C++ would pass to gloo."""
     positions = list(inspect.signature(original).parameters)
     leading, group_at = positions[0], positions.index("group")
 
@@ -215,24 +207,20 @@ def _refusing(original: Callable[..., Any], refuse: Callable[[Any], None]) -> Ca
         value = args[0] if args else kwargs.get(leading)
         tensors = value if isinstance(value, (list, tuple)) else (value,)
         if any(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors):
-            refuse(args[group_at] if len(args) > group_at else kwargs.get("group"))
+            group: Any = args[group_at] if len(args) > group_at else kwargs.get("group")
+            if nccl_alone(_group(public._resolve_group_name(group, ""))):
+                raise RuntimeError(NO_CPU)
         return original(*args, **kwargs)
 
     return collective
 
 
-def install_functional(replace: Callable[[object, object], None], refuse: Callable[[Any], None]) -> None:
-    """Make the public functions call ``refuse(group)`` for CPU tensors, which C++ would pass to gloo."""
+def _install_functional(patches: Patches) -> None:
     for name, function in list(vars(public).items()):
         if inspect.isfunction(function) and function.__module__ == public.__name__ and not name.startswith("_"):
             parameter_names = list(inspect.signature(function).parameters)
             if "group" in parameter_names[1:] and parameter_names[0] in ("self", "inputs"):
-                replace(function, _refusing(function, refuse))
-
-
-def group_of(group: Any) -> Any:
-    """Return the process group for ``group``: a group, its name, a mesh, or a mesh and a dimension."""
-    return _group(public._resolve_group_name(group, ""))
+                patches.replace(function, _refusing(function))
 
 
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
@@ -401,11 +389,6 @@ def _around(name: str, method: Callable[..., object]) -> Callable[..., object]:
     return method if _recorded is None else _recorded(name, method)
 
 
-def _refuse_host(group: Any) -> None:
-    if nccl_alone(group_of(group)):
-        raise RuntimeError(NO_CPU)
-
-
 def install_collectives(patches: Patches) -> None:
     """Replace the collectives of process groups, and allow groups with the backend NCCL."""
     install_groups(patches)
@@ -415,7 +398,7 @@ def install_collectives(patches: Patches) -> None:
         original = getattr(_pg, name, None)
         if original is not None and parse is not None:
             patches.set(_pg, name, _around(name, _method(original, parse)))
-    install_functional(patches.replace, _refuse_host)
+    _install_functional(patches)
     patches.set(_pg, "barrier", _around("barrier", _barrier(_pg.barrier)))
     patches.wrap(_pg, "_start_coalescing", _start_coalescing)
     patches.wrap(_pg, "_end_coalescing", _end_coalescing)

@@ -25,7 +25,7 @@ from mgpu_check.simulated.cuda.streams import Stream
 from mgpu_check.simulated.distributed.collective_calls import LateFuture, LateWork
 from mgpu_check.simulated.distributed.process_groups import NO_CPU, check_types, connect, nccl_of
 from mgpu_check.simulated.node import simulated_device
-from mgpu_check.simulated.tensor import SimulatedTensor, tag
+from mgpu_check.simulated.tensor import SimulatedTensor, mapped, tag
 from mgpu_check.simulated.transfer import LAZY, move, uninitialized_on
 from mgpu_check.torch_hooks.patches import Patches, around
 
@@ -153,19 +153,12 @@ def _finishing(original: Callable[..., object], *args: Any) -> object:
 
 
 @around
-def _bucket_buffer(original: Callable[..., torch.Tensor], self: object) -> torch.Tensor:
-    buffer = original(self)
-    home = self.parameters()[0]  # type: ignore[attr-defined]
-    return tag(buffer, home.device) if isinstance(home, SimulatedTensor) and type(buffer) is torch.Tensor else buffer
-
-
-@around
-def _bucket_gradients(original: Callable[..., list[torch.Tensor]], self: object) -> list[torch.Tensor]:
-    home = self.parameters()[0]  # type: ignore[attr-defined]
-    gradients = original(self)
+def _of_bucket(original: Callable[..., Any], self: Any) -> Any:
+    """Return the buffer or the gradients of a bucket, on the device of its parameters."""
+    tensors, home = original(self), self.parameters()[0]
     if not isinstance(home, SimulatedTensor):
-        return gradients
-    return [tag(g, home.device) if type(g) is torch.Tensor else g for g in gradients]
+        return tensors
+    return mapped(tensors, lambda t: tag(t, home.device) if type(t) is torch.Tensor else t)
 
 
 def install_reducer(patches: Patches) -> None:
@@ -181,9 +174,8 @@ def install_reducer(patches: Patches) -> None:
     patches.wrap(reducer, "__init__", _made)
     patches.wrap(reducer, "_set_forward_pass_work_handle", _forward_work)
     patches.wrap(reducer, "_install_post_backward_futures", _finishing)
-    bucket = _c10d.GradBucket
-    patches.wrap(bucket, "buffer", _bucket_buffer)
-    patches.wrap(bucket, "gradients", _bucket_gradients)
+    for name in ("buffer", "gradients"):
+        patches.wrap(_c10d.GradBucket, name, _of_bucket)
 
 
 def _device(index: int) -> torch.device:

@@ -108,7 +108,6 @@ class ProcessGroupNCCL:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, options: NcclOptions) -> ProcessGroupNCCL:
-        """Return the backend of an existing group."""
         instance = cls.__new__(cls)
         instance._start(group, options)
         return instance

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, Function
 
 from mgpu_check.simulated.cuda.streams import as_on, chosen_streams
-from mgpu_check.simulated.tensor import SimulatedTensor, tag
+from mgpu_check.simulated.tensor import SimulatedTensor, mapped, tag, tensors_in
 from mgpu_check.torch_hooks.patches import Patches, around
 
 _DEVICES = "_mgpu_check_devices"
@@ -143,20 +143,13 @@ def _eligible(t: torch.Tensor, tensor_class: type) -> bool:
     return mine and t.is_floating_point() and t.dtype is not torch.float64
 
 
-def _cast(value: object, dtype: torch.dtype, tensor_class: type) -> object:
-    """Return ``value`` with its eligible tensors (of ``tensor_class``, floating, not float64) in ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if _eligible(value, tensor_class) else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, dtype, tensor_class) for item in value)
-    return value
-
-
 def _lower(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tensor_class: type) -> object:
-    return op(
-        *(_cast(a, dtype, tensor_class) for a in args),
-        **{name: _cast(v, dtype, tensor_class) for name, v in kwargs.items()},
-    )
+    """Call ``op`` with eligible tensors (of ``tensor_class``, floating, not float64) in ``dtype``."""
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype) if _eligible(t, tensor_class) else t
+
+    return op(*mapped(args, cast), **{name: mapped(value, cast) for name, value in kwargs.items()})
 
 
 def _float32_result(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tensor_class: type) -> object:
@@ -170,12 +163,7 @@ def _float32_result(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tenso
 
 
 def _widest(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tensor_class: type) -> object:
-    tensors = [
-        t
-        for value in (*args, *kwargs.values())
-        for t in (value if isinstance(value, (list, tuple)) else (value,))
-        if isinstance(t, torch.Tensor) and t.is_floating_point()
-    ]
+    tensors = tensors_in([*args, *kwargs.values()])
     wide = torch.float32 if any(t.dtype is torch.float32 for t in tensors) else dtype
     return _lower(op, args, kwargs, wide, tensor_class)
 
@@ -194,12 +182,6 @@ _POLICIES: tuple[tuple[list[str], Policy], ...] = (
 
 
 KNOWN = frozenset(name for operations, _ in _POLICIES for name in operations)
-
-
-def _holds_simulated(values: object) -> bool:
-    if isinstance(values, (list, tuple)):
-        return any(_holds_simulated(v) for v in values)
-    return _is_simulated(values)
 
 
 class _Wanted(threading.local):
@@ -278,7 +260,7 @@ class _Autocast:
 
         def kernel(*args: object, **kwargs: object) -> object:
             with torch._C._ExcludeDispatchKeyGuard(key):
-                if self.is_enabled("cuda") and _holds_simulated([*args, *kwargs.values()]):
+                if self.is_enabled("cuda") and any(map(_is_simulated, tensors_in([*args, *kwargs.values()]))):
                     return cuda_policy(op, args, kwargs, torch.get_autocast_dtype("cuda"), SimulatedTensor)
                 if cpu_policy is not None and self.wanted.cpu:
                     return cpu_policy(op, args, kwargs, torch.get_autocast_dtype("cpu"), torch.Tensor)

@@ -18,7 +18,7 @@ import torch
 
 from mgpu_check.simulated.cuda.streams import is_capturing
 from mgpu_check.simulated.node import active_node, current_index, device_index, simulated_device, untraced_device
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, replaced
 
 _base = torch._C.Generator
 _STATE = struct.Struct("<QQ")  # seed and offset, in the layout of CUDA's state
@@ -167,14 +167,9 @@ class Draws:
     def add(self, generator: DeviceGenerator) -> None:
         self._states.append((generator, generator.state, generator.state.offset))
 
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self) -> contextlib.AbstractContextManager[None]:
         """Add every generator that this thread uses inside the context."""
-        _noting.draws, before = self, _noting.draws
-        try:
-            yield
-        finally:
-            _noting.draws = before
+        return replaced(_noting, "draws", self)
 
     def undo(self) -> None:
         for _, state, offset in reversed(self._states):
