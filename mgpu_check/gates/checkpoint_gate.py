@@ -11,23 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgpu_check.diagnosis.evidence import Restored
 from mgpu_check.diagnosis.report import Attempts, Finding, Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of_checkpoint
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import NotCompared, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates import gate_arguments
 from mgpu_check.gates.gate_arguments import RanksFixture, definition_of, first_line, noting, world_sizes_of
+from mgpu_check.gates.run import states
+from mgpu_check.gates.run.states import StateEntry, StateRow
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.gates.search.scenarios import Place, check_places, where_is
 from mgpu_check.processes.rank_lists import by_ranks, named
 from mgpu_check.processes.scratch import Scratch
-
-if TYPE_CHECKING:
-    from mgpu_check.engine.rank_side.rank import Rank
-    from mgpu_check.gates.run.states import StateEntry, StateRow
-
 
 _SHOWN = 4
 _LOADED = "loaded as saved"
@@ -389,13 +387,11 @@ class _TrainingRuns:
         return self.run(world, 0, 0, "fresh", self._of(world) / "of fresh", _OTHER_SEED)
 
     def run(self, world: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
-        from mgpu_check.gates.run.states import TrainingPart, train_and_keep
-
         directory.mkdir(parents=True, exist_ok=True)
-        training_part = TrainingPart(start, stop, directory, seed, world[1], **how)
+        training_part = states.TrainingPart(start, stop, directory, seed, world[1], **how)
         kept = self._of(world) / name
         with noting(f"steps {start} to {stop} at {where_is(*world)}"):
-            problems = self.ranks.run(train_and_keep, self.train, training_part, kept, size=world[0])
+            problems = self.ranks.run(states.train_and_keep, self.train, training_part, kept, size=world[0])
         for problem in filter(None, problems):
             raise ValueError(problem)
         return kept
@@ -422,14 +418,12 @@ def _check(
     training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, interrupted_twice: bool = False
 ) -> None:
     """Check one interruption; with `interrupted_twice` two, of which the first is known to be harmless."""
-    from mgpu_check.gates.run.states import compare
-
     ranks, steps, size = training.ranks, training.steps, loaded[0]
     across = saved != loaded
 
     def compared(got: Path, runs: list[Path], perturbed: Sequence[Path] = (), rounded: bool = False) -> Entries:
         how = list(perturbed), tolerance, rounded
-        return Entries(ranks.run(compare, got, runs, training.half(loaded), *how, size=size))
+        return Entries(ranks.run(states.compare, got, runs, training.half(loaded), *how, size=size))
 
     step = training.middle if interrupted_twice else steps
     if step is None:
@@ -502,8 +496,6 @@ def _explanation(
     remarks: list[str],
 ) -> tuple[list[Observable], list[Finding], list[str]]:
     """Load the checkpoint without a step, and return `explained`. `remarks` gets a line on each run that failed."""
-    from mgpu_check.gates.run.states import epochs_of, resharded
-
     ranks, across, before = training.ranks, saved != loaded, training.half(loaded)
     state, fresh, moved = None, None, {}
     of_steps: dict[int, Entries] = {}
@@ -512,7 +504,7 @@ def _explanation(
         loaded_path = training.loaded(saved, loaded, step)
         state = compared(loaded_path, [before], rounded=across)
         if across:
-            moved = ranks.run(resharded, *training.halves(saved, loaded), loaded_path, size=1)[0]
+            moved = ranks.run(states.resharded, *training.halves(saved, loaded), loaded_path, size=1)[0]
     except (RankFailure, RankHang, ValueError) as error:
         # The failure is already proven; this run only explains it.
         call = f"train(rank, directory, {step}, {step})"
@@ -523,7 +515,7 @@ def _explanation(
             fresh = compared(loaded_path, [training.fresh(loaded)])
             for other in (step - 1, step + 1) if step > 1 else ():
                 of_steps[other] = compared(loaded_path, [training.until(loaded, other)])
-    epochs = ranks.run(epochs_of, [training.whole(loaded)[0], before, resumed], size=loaded[0])
+    epochs = ranks.run(states.epochs_of, [training.whole(loaded)[0], before, resumed], size=loaded[0])
     explanation = explained(ends, state, attempts, epochs, moved, fresh, of_steps)
     remarks += attempts.remarks
     return explanation
@@ -536,10 +528,9 @@ def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: Stat
         ValueError: they differ, so the checkpoint is not at fault.
         NotCompared: none of their state is comparable.
     """
-    from mgpu_check.gates.run.states import same_training
-
     locations = f"at {where_is(*saved)} and at {where_is(*loaded)}"
-    differing, agreeing = training.ranks.run(same_training, *training.halves(saved, loaded), tolerance, size=1)[0]
+    halves = training.halves(saved, loaded)
+    differing, agreeing = training.ranks.run(states.same_training, *halves, tolerance, size=1)[0]
     if differing:
         raise ValueError(
             f"{_GATE}: train depends on the number of ranks: after steps 0 to {training.steps}, without any "

@@ -5,22 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from mgpu_check.diagnosis.evidence import Evidence, Start
 from mgpu_check.diagnosis.report import Attempts, Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of
 from mgpu_check.errors import RankFailure, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, noting, sizes_of, world_sizes_of
+from mgpu_check.gates.run.evaluation import Compared, Evaluated, compare_ranks, train_and_evaluate
+from mgpu_check.gates.run.hypotheses import left_on_cpu
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.processes.scratch import Scratch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from mgpu_check.gates.run.evaluation import Compared, Evaluated
-
 
 _PER_RANK = 4
 _SHOWN = 4
@@ -74,9 +72,6 @@ def assert_evaluation_agrees(
     check_count("assert_evaluation_agrees", "steps", steps)
     numbers = sizes_of("assert_evaluation_agrees", sizes)
     worlds = world_sizes_of(ranks, world_sizes)
-    # Here, because it imports torch, which this process may do without until it has a gate to run.
-    from mgpu_check.gates.run.evaluation import Evaluated
-
     for size in worlds:
         for samples in numbers or [_PER_RANK * size]:
             _judge(ranks, Evaluated(step, build, batch, evaluate, steps, samples), size)
@@ -107,16 +102,12 @@ def _case(program: Evaluated, size: int) -> dict[str, object]:
 
 
 def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list[Compared]:
-    from mgpu_check.gates.run.evaluation import compare_ranks, train_and_evaluate
-
     with Scratch.new("evaluate") as root:
         with noting(f"the evaluation of {program.samples} samples after {program.steps} steps at world size {size}"):
             run = functools.partial(ranks.run, train_and_evaluate, directory=root, measure=measure, size=size)
             try:
                 problems = run(program)
             except RankFailure as error:
-                from mgpu_check.gates.run.hypotheses import left_on_cpu
-
                 if unmoved := left_on_cpu(program, error, run):
                     raise ValueError(f"assert_evaluation_agrees: {unmoved}\n\n{error}") from None
                 raise

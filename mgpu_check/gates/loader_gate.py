@@ -13,6 +13,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.comparison.coverage import Coverage, Visits, coverage_of, same_orders, samples_of
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, noting, world_sizes_of
+from mgpu_check.gates.run.evaluation import visit
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.processes.rank_lists import named
 
@@ -81,9 +82,6 @@ def assert_loader_covers(
     accepted, definition = Accepted(padding=padding, dropped=dropped, uneven=uneven), definition_of(make_loader)
 
     def visits_of(size: int, *, inline: bool = False, by: RanksFixture = ranks) -> list[Visits]:
-        # Here, because it imports torch, which this process may do without until it has a gate to run.
-        from mgpu_check.gates.run.evaluation import visit
-
         with noting(f"the loader at world size {size}, {epochs} epochs"):
             visits: list[Visits] = by.run(visit, make_loader, epochs, key, inline, size=size)
         for problem in filter(None, (rank_visits.problem for rank_visits in visits)):

@@ -95,7 +95,6 @@ _SHOWN = 8  # most ranks, or groups of ranks, whose values a report shows
 
 
 def report_of(failure: Failure) -> Report:
-    """Return the report of a `NoReturn` or a `Mismatch`."""
     return _of_no_return(failure) if isinstance(failure, NoReturn) else _of_mismatch(cast(Mismatch, failure))
 
 

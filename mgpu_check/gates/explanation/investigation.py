@@ -30,14 +30,8 @@ from mgpu_check.gates.comparison.relations import RANDOM, allowed_for, close, ra
 from mgpu_check.gates.explanation.evidence import calls_of, evidence_of, unlike
 from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn, late_hang
 from mgpu_check.gates.gate_arguments import wants_world_size
+from mgpu_check.gates.run import interventions
 from mgpu_check.gates.run.hypotheses import left_on_cpu, run_block_orders, run_hypotheses
-from mgpu_check.gates.run.interventions import (
-    part_of,
-    run_changed,
-    run_noting_ranges,
-    run_noting_repetitions,
-    run_noting_terms,
-)
 from mgpu_check.gates.run.step_runs import run_redrawn, run_traced
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, size_of
 from mgpu_check.gates.search.trials import Effort, Trial, Trials
@@ -115,7 +109,7 @@ def _patiently(trials: Trials, by: Callable[..., Any], scenario: Scenario, *how:
 
 def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
     try:
-        runs = _patiently(trials, run_changed, scenario, change)
+        runs = _patiently(trials, interventions.run_changed, scenario, change)
         expected = trials.expected(scenario)
         relations = trials.compared(expected, trials.assembled(scenario, runs))
     except (CheckFailure, RankHang, ValueError):
@@ -190,7 +184,7 @@ def _mistimed(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -
         seeded = next(iter(first.of("generator", "seed")), None)
         yield Change("draw", "draws", "" if seeded is None else seeded.site)
     try:
-        ranks = _patiently(trials, run_noting_repetitions, scenario)
+        ranks = _patiently(trials, interventions.run_noting_repetitions, scenario)
     except _ENDS:
         return
     updates = max(steps, next((len(trace.of("step")) for trace in traces), 0))
@@ -319,7 +313,7 @@ def _orders(lines: Sequence[_Line]) -> Iterator[Change]:
 
 def _terms(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
     try:
-        ranks = _patiently(trials, run_noting_terms, scenario)
+        ranks = _patiently(trials, interventions.run_noting_terms, scenario)
     except _ENDS:
         return
     terms = {(term.backward, term.paths): term for terms_of_rank in ranks for term in terms_of_rank}
@@ -336,8 +330,8 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
     if not trials.one_device:
         return
     try:
-        ranks = _patiently(trials, run_noting_ranges, scenario)
-        (alone,) = trials.ranks.run(run_noting_ranges, trials.program, scenario, size=1)
+        ranks = _patiently(trials, interventions.run_noting_ranges, scenario)
+        (alone,) = trials.ranks.run(interventions.run_noting_ranges, trials.program, scenario, size=1)
     except _ENDS:
         return
     for line, full_range in alone.items():
@@ -349,7 +343,7 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
             continue
         for order in ("inner", "outer"):
             shift = Change("shift", full_range.name, line, (count, order), size=count)
-            offsets = [length * part_of(shift, rank, len(ranks)) for rank in range(len(ranks))]
+            offsets = [length * interventions.part_of(shift, rank, len(ranks)) for rank in range(len(ranks))]
             if [local_range.start - local_ranges[0].start for local_range in local_ranges] != offsets:
                 yield shift
 

@@ -41,10 +41,11 @@ from mgpu_check.gates.gate_arguments import modules_of
 from mgpu_check.gates.run.draws import Notes
 from mgpu_check.gates.search.scenarios import samples_in
 from mgpu_check.processes.collective_records import relative
-from mgpu_check.processes.tracebacks import is_file_under_test
+from mgpu_check.processes.tracebacks import callers, is_file_under_test
 from mgpu_check.torch_hooks.collective_table import OPERATIONS, ROOTS, Form
 from mgpu_check.torch_hooks.collectives import Recorder, group_of, option, own_groups
 from mgpu_check.torch_hooks.nested import named_modules, named_parameters, tensors_of
+from mgpu_check.torch_hooks.patches import temporarily
 from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of, is_capturing, name_of, plain
 
 _KEPT = 64  # largest number of elements whose values are kept
@@ -148,7 +149,7 @@ def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None
         return None
     if value.requires_grad:
         return value if value.grad_fn is not None else None
-    for caller in itertools.islice(filter(is_under_test, _callers(frame)), _FRAMES):
+    for caller in itertools.islice(filter(is_under_test, callers(frame)), _FRAMES):
         for tensor in (local for local in caller.f_locals.values() if isinstance(local, torch.Tensor)):
             same_elements = tensor.shape == value.shape and tensor.data_ptr() == value.data_ptr()
             if tensor.grad_fn is not None and same_elements:
@@ -176,7 +177,7 @@ def _nodes_from(starts: Iterable[Any]) -> Iterator[Any]:
 def in_function(frame: types.FrameType) -> bool:
     """Return whether a frame is inside a `torch.autograd.Function`, which has its own backward pass."""
     frames_left = _FRAMES
-    for caller in _callers(frame):
+    for caller in callers(frame):
         frames_left -= is_under_test(caller)
         # Functional collectives whose names end so are differentiable (torch/distributed/_functional_collectives.py).
         if isinstance(caller.f_locals.get("ctx"), FunctionCtx) or caller.f_code.co_name.endswith("_autograd"):
@@ -186,16 +187,9 @@ def in_function(frame: types.FrameType) -> bool:
     return False
 
 
-def _callers(frame: types.FrameType) -> Iterator[types.FrameType]:
-    caller = frame.f_back
-    while caller is not None:
-        yield caller
-        caller = caller.f_back
-
-
 def site(frame: types.FrameType) -> str:
     """Return the innermost line of the code under test among the callers of a frame: "train.py:40"."""
-    return next((line_of(caller) for caller in _callers(frame) if is_under_test(caller)), "")
+    return next((line_of(caller) for caller in callers(frame) if is_under_test(caller)), "")
 
 
 def line_of(frame: types.FrameType) -> str:
@@ -210,29 +204,19 @@ def is_under_test(frame: types.FrameType) -> bool:
 _SEED = inspect.unwrap(torch.manual_seed).__code__
 
 
-@contextlib.contextmanager
-def profiled(note: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
+def profiled(note: Callable[[types.FrameType, str, Any], None]) -> contextlib.AbstractContextManager[Any]:
     """Call `note` at each call and return in this thread."""
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
+    return temporarily(sys.setprofile, note, sys.getprofile())
 
 
-@contextlib.contextmanager
-def noting_seeds(events: list[CallEvent]) -> Iterator[None]:
-    """Record the seeds that are set in this thread, with their lines."""
-
+def noting_seeds(events: list[CallEvent]) -> contextlib.AbstractContextManager[None]:
     def note(frame: types.FrameType, profile_event: str, called: Any) -> None:
         if profile_event == "call" and frame.f_code is _SEED:
             events.append(CallEvent("seed", "manual_seed", site(frame), {"seed": int(frame.f_locals["seed"])}))
         elif profile_event == "c_return" and (event := generator_seeded(frame, called)) is not None:
             events.append(event)
 
-    with profiled(note):
-        yield
+    return profiled(note)
 
 
 def generator_seeded(frame: types.FrameType, called: Any) -> CallEvent | None:
@@ -285,8 +269,7 @@ def _labels(packet: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
 _MOST_OUTPUTS = 1 << 16  # elements of a recorded output: comparing a larger one by rows would take longer than the step
 
 
-@contextlib.contextmanager
-def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> Iterator[None]:
+def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> RemovableHandle:
     """Write the first output of each module to `trace`, in the order of calls, with its gradient."""
     inside = [(prefix + name, own) for prefix, module in modules.items() for name, own in named_modules(module)]
     module_names = {id(submodule): name for name, submodule in inside if name}
@@ -308,8 +291,7 @@ def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> Iterat
             if note(trace.outputs, name, value) and value.requires_grad:
                 value.register_hook(functools.partial(note_gradient, name))
 
-    with register_module_forward_hook(called):
-        yield
+    return register_module_forward_hook(called)
 
 
 @contextlib.contextmanager
@@ -320,22 +302,16 @@ def traced(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
         trace.events.append(CallEvent("step", type(optimizer).__name__, site(sys._getframe()), {"rates": rates}))
 
-    recorder = _EventRecorder(model, trace, rows)
-    hook = register_optimizer_step_post_hook(stepped)
-    before, of_threads = sys.getprofile(), threading.getprofile()
+    recorder, notes, of_threads = _EventRecorder(model, trace, rows), Notes(numbers=True), threading.getprofile()
     threading.setprofile(recorder)
-    sys.setprofile(recorder)
-    notes = Notes(numbers=True)
     try:
-        with notes:
+        with register_optimizer_step_post_hook(stepped), profiled(recorder), notes:
             yield
     finally:
         trace.groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in own_groups())
         trace.drawn, trace.numbers = tuple(notes.drawn), tuple(notes.numbers)
-        sys.setprofile(before)
         threading.setprofile(of_threads)
         recorder.on = False  # stops recording in threads that are still alive
-        hook.remove()
 
 
 class _NestedCall(threading.local):

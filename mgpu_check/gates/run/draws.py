@@ -92,8 +92,7 @@ class _Redrawing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def redrawing(times: int) -> Iterator[None]:
+def redrawing(times: int) -> contextlib.AbstractContextManager[None]:
     """Give the code other random numbers from the same seeds: discard the first `times` draws of each draw."""
     seed = random.Random.seed
 
@@ -105,8 +104,7 @@ def redrawing(times: int) -> Iterator[None]:
     # `random.seed` is a method bound to the module's own generator when it was imported (Lib/random.py, `seed =
     # _inst.seed`, Python 3.11), so it has its own patch. Typeshed describes it as a function.
     of_module = functools.partial(reseeded, random.seed.__self__)  # type: ignore[attr-defined]
-    with replaced(random.Random, "seed", reseeded), replaced(random, "seed", of_module), _Redrawing(times):
-        yield
+    return entered(replaced(random.Random, "seed", reseeded), replaced(random, "seed", of_module), _Redrawing(times))
 
 
 class Notes(TorchDispatchMode):
@@ -161,9 +159,9 @@ def _sum(drawn: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def entered(*modes: TorchDispatchMode) -> Iterator[None]:
-    """Enter all modes, the last one innermost."""
+def entered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter all contexts, the last one innermost."""
     with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
+        for context in contexts:
+            stack.enter_context(context)
         yield

@@ -5,6 +5,7 @@ Imports torch: for ranks only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import zlib
@@ -25,7 +26,7 @@ from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import PAIRS, deviations, envelopes, full_precision
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.switches import seed_everything
-from mgpu_check.torch_hooks.tensors import plain_copy
+from mgpu_check.torch_hooks.tensors import local_part, plain_copy
 
 SIDES = ("trainer", "engine")
 LAYOUTS = {
@@ -100,7 +101,7 @@ class Side:
             named = dict(self.owner.tensors())
         else:
             return {}
-        return {name: _local(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        return {name: local_part(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
 
     def log_probabilities(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, pieces: Sequence[int] = ()
@@ -126,7 +127,7 @@ class Side:
                 f"log_probabilities of the {self.label} returned {shape} for tokens of {tuple(tokens.shape)}; return "
                 "[batch, length, vocabulary], or [batch, length - 1] for the tokens themselves"
             )
-        return _whole(output).double()
+        return plain_copy(output).double()
 
     def _of_module(self, tokens: torch.Tensor, mask: torch.Tensor | None, pieces: Sequence[int]) -> torch.Tensor:
         if not pieces:
@@ -141,9 +142,9 @@ class Side:
             for piece in tokens.split(list(pieces), dim=1):
                 output = self.owner(piece, **{self._cache: cache}, use_cache=True)
                 cache = getattr(output, self._cache)
-                parts.append(_whole(_logits(output)))
+                parts.append(plain_copy(_logits(output)))
             logits = torch.cat(parts, dim=1)
-        return _whole(logits).float().log_softmax(-1)
+        return plain_copy(logits).float().log_softmax(-1)
 
     def experts(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Return the experts of each token, ``[length, layers, k]``, in ascending order; None if the side has none."""
@@ -155,7 +156,7 @@ class Side:
                 f"experts of the {self.label} returned {tuple(chosen.shape)} of {chosen.dtype} for tokens of "
                 f"(1, {len(tokens)}); return integers, [batch, length, layers, experts of a token]"
             )
-        return None if chosen is None else _whole(chosen)[0].long().sort(-1).values
+        return None if chosen is None else plain_copy(chosen)[0].long().sort(-1).values
 
     def step(self) -> None:
         """Change the weights of the trainer: by its method `step`, or in place."""
@@ -237,16 +238,11 @@ def _alone(side: Side, prompts: Sequence[torch.Tensor]) -> list[Answers]:
     answers = []
     for prompt in prompts:
         modules: Answers = {}
-        hooks = [
-            module.register_forward_hook(functools.partial(_keep, modules, name))
-            for name, module in (side.owner.named_modules() if side.is_module else ())
-            if name
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, module in side.owner.named_modules() if side.is_module else ():
+                if name:
+                    hooks.enter_context(module.register_forward_hook(functools.partial(_keep, modules, name)))
             output = side.log_probabilities(prompt[None])
-        finally:
-            for hook in hooks:
-                hook.remove()
         if (chosen := side.experts(prompt)) is not None:
             modules[EXPERTS] = chosen
         answers.append(modules if output is None else modules | {OUTPUT: output[0]})
@@ -256,7 +252,7 @@ def _alone(side: Side, prompts: Sequence[torch.Tensor]) -> list[Answers]:
 def _keep(modules: Answers, name: str, module: nn.Module, args: Any, output: Any) -> None:
     first = next(iter(tensors_of(output)), None)
     if first is not None and first.is_floating_point() and name not in modules:
-        modules[name] = plain_copy(_local(first)).double()
+        modules[name] = plain_copy(local_part(first)).double()
 
 
 def _in_layouts(side: Side, prompts: Sequence[torch.Tensor]) -> dict[str, list[Answers]]:
@@ -346,13 +342,3 @@ def _logits(output: Any) -> torch.Tensor:
             "log_probabilities(tokens)"
         )
     return logits
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.detach()
-    return getattr(local, "_local_tensor", local)
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return plain_copy(whole)

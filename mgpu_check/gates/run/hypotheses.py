@@ -25,7 +25,6 @@ from mgpu_check.gates.gate_arguments import Program, bound, modules_of
 from mgpu_check.gates.run.shards import parameters_of
 from mgpu_check.gates.run.step_runs import observe
 from mgpu_check.gates.search.scenarios import Scenario, has_padding, samples_in
-from mgpu_check.numerics.steps import full_precision
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.switches import one_thread, seed_everything
 
@@ -108,7 +107,7 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
     """Run the reference, or the step at world size 1, on parts of the batch and on batches that mistakes make."""
     size = scenario.world_size
     divisions: list[Division] = []
-    with full_precision(), one_thread():
+    with one_thread():
         for name, along, take_shard in _ways(size):
             for count in dict.fromkeys((1, windows)):
                 divisions += filter(None, [_divide(rank, program, scenario, name, along, take_shard, count)])
@@ -171,7 +170,7 @@ def run_block_orders(
     module, as for a fused weight, or also in the columns of the next one, as for attention heads.
     """
     equal: list[Alternative] = []
-    with full_precision(), one_thread():
+    with one_thread():
         parameters = {name: value.shape for name, value in parameters_of(modules_of(program.build()))}
         orders = itertools.islice(_orders(parameters, scenario.world_size), _MOST_ORDERS)
         for index, (blocks, dims) in enumerate(orders):

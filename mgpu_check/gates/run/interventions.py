@@ -33,10 +33,10 @@ from mgpu_check.diagnosis.observations import Change, ObservedRun, Term
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import Program, modules_of
 from mgpu_check.gates.run.call_events import profiled, site, upstream
+from mgpu_check.gates.run.draws import entered
 from mgpu_check.gates.run.shards import parameters_of
 from mgpu_check.gates.run.step_runs import observe
 from mgpu_check.gates.search.scenarios import Scenario
-from mgpu_check.numerics.steps import full_precision
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.processes.tracebacks import is_file_under_test
@@ -61,8 +61,7 @@ Paths = tuple[tuple[int, ...], ...]
 _Edge = tuple[Any, int]  # a node of the graph, and the index of its operand that is a term
 
 
-@contextlib.contextmanager
-def noting_terms(model: Any, terms: dict[tuple[str, Paths], Term]) -> Iterator[None]:
+def noting_terms(model: Any, terms: dict[tuple[str, Paths], Term]) -> contextlib.AbstractContextManager[None]:
     """Record each loss that backward is called on, and its terms, by the calling line and the graph path."""
     named = [pair for module in modules_of(model).values() for pair in named_parameters(module)]
 
@@ -79,12 +78,10 @@ def noting_terms(model: Any, terms: dict[tuple[str, Paths], Term]) -> Iterator[N
 
     # Anomaly detection makes each node keep the traceback of its creation (pytorch/pytorch#7677), in its metadata under
     # "traceback_" (torch/csrc/autograd/python_anomaly_mode.h, ANOMALY_TRACE_KEY, torch 2.13).
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), around_backward(note):
-        yield
+    return entered(torch.autograd.set_detect_anomaly(True, check_nan=False), around_backward(note))
 
 
-@contextlib.contextmanager
-def scaling_term(term: Term, times: float) -> Iterator[None]:
+def scaling_term(term: Term, times: float) -> contextlib.AbstractContextManager[None]:
     """Multiply the gradient that reaches one term of a loss, or the loss itself."""
 
     def scale(line: str, roots: Sequence[Any]) -> list[RemovableHandle]:
@@ -95,12 +92,10 @@ def scaling_term(term: Term, times: float) -> Iterator[None]:
         matches = [edges for root in roots for paths, edges in _terms(root.grad_fn) if paths == term.paths]
         return [node.register_hook(_multiplied(index, times)) for edges in matches for node, index in edges]
 
-    with around_backward(scale):
-        yield
+    return around_backward(scale)
 
 
-@contextlib.contextmanager
-def _weighed_by_samples(model: Any) -> Iterator[None]:
+def _weighed_by_samples(model: Any) -> contextlib.AbstractContextManager[None]:
     """Weigh the gradients of backward passes by their samples: the rows that the forward pass before each has got."""
     parameters = [value for _, value in parameters_of(modules_of(model))]
     rows: list[int] = []  # of the first module that is called after the last backward pass
@@ -125,12 +120,7 @@ def _weighed_by_samples(model: Any) -> Iterator[None]:
         nodes = (root.grad_fn for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None)
         return [node.register_prehook(_multiplied(None, own * now)) for node in nodes]
 
-    handle = register_module_forward_pre_hook(called)
-    try:
-        with around_backward(weigh):
-            yield
-    finally:
-        handle.remove()
+    return entered(register_module_forward_pre_hook(called), around_backward(weigh))
 
 
 def _multiplied(index: int | None, times: float) -> Callable[..., Any]:
@@ -145,11 +135,10 @@ def _multiplied(index: int | None, times: float) -> Callable[..., Any]:
     return hook
 
 
-@contextlib.contextmanager
 def around_backward(
     look: Callable[[str, Sequence[Any]], list[RemovableHandle]] = lambda line, roots: [],
     then: Callable[[], object] = lambda: None,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Call `look` before each backward pass, with its line and its losses, and `then` after it.
 
     The hooks that `look` returns are removed after the pass. Passes inside of others do not count.
@@ -172,8 +161,7 @@ def around_backward(
             then()
         return result
 
-    with replaced(torch.autograd, "_engine_run_backward", watched):
-        yield
+    return replaced(torch.autograd, "_engine_run_backward", watched)
 
 
 def _terms(root: Any) -> list[tuple[Paths, list[_Edge]]]:
@@ -261,15 +249,13 @@ _OUTPUTS = tuple(dict.fromkeys(row.taken for row in COLLECTIVES.values() if row.
 
 
 def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> ObservedRun:
-    with full_precision():
-        return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank, model))
+    return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank, model))
 
 
 def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, Range]:
     """Return the lines that call `torch.arange` or slice a parameter, each with its first range."""
     noting = _NotingRanges()
-    with full_precision():
-        observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
+    observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
     return noting.slices | {line: Range(len(values), start) for line, (values, start) in noting.ranges.items()}
 
 
@@ -281,8 +267,7 @@ def part_of(shift: Change, rank: int, size: int) -> int:
 
 def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[Term]:
     terms: dict[tuple[str, Paths], Term] = {}
-    with full_precision():
-        observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, terms))
+    observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, terms))
     return list(terms.values())
 
 
@@ -324,8 +309,7 @@ class _DrawsOfRank0(TorchDispatchMode):
         generator.set_state(state[0])
 
 
-@contextlib.contextmanager
-def _always_synchronized() -> Iterator[None]:
+def _always_synchronized() -> contextlib.AbstractContextManager[None]:
     """Let wrappers synchronize gradients in each backward pass."""
 
     set_as_usual: Any = nn.Module.__setattr__  # annotated for tensors and modules only
@@ -339,15 +323,13 @@ def _always_synchronized() -> Iterator[None]:
         synchronize(self, True)
 
     # `no_sync` and users clear this attribute (torch/nn/parallel/distributed.py, torch 2.13).
-    with (
+    return entered(
         replaced(FSDPModule, "set_requires_gradient_sync", require),
         replaced(DistributedDataParallel, "__setattr__", set_attribute),
-    ):
-        yield
+    )
 
 
-@contextlib.contextmanager
-def _without_recomputation() -> Iterator[None]:
+def _without_recomputation() -> contextlib.AbstractContextManager[None]:
     """Let checkpointed functions keep their activations, as if they were called directly."""
 
     def keep(function: Any, *options: Any, **named: Any) -> Iterator[None]:
@@ -359,11 +341,10 @@ def _without_recomputation() -> Iterator[None]:
             return function(*args)
 
     # `checkpoint` and its kin end in these two (torch/utils/checkpoint.py, torch 2.13).
-    with (
+    return entered(
         replaced(checkpoint, "_checkpoint_without_reentrant_generator", keep),
         replaced(checkpoint, "CheckpointFunction", Direct),
-    ):
-        yield
+    )
 
 
 _CallingLine = tuple[str, str]  # the name of a function, and the line that calls it
@@ -400,10 +381,9 @@ _WRITING = re.compile(r"(?!_)(?!requires_grad_|retain_|detach_|zero_).*[a-z]_|_f
 """The names of functions that write to their first argument."""
 
 
-@contextlib.contextmanager
 def _noting_procedures(
     counts: Counter[_CallingLine], codes: dict[_CallingLine, types.CodeType | None]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Count the calls of functions under test that return nothing, and note their code; None if one returned more."""
 
     def note(frame: types.FrameType, profile_event: str, result: Any) -> None:
@@ -415,8 +395,7 @@ def _noting_procedures(
             counts[line] += 1
             codes[line] = code if result is None and codes.get(line, code) is code else None
 
-    with profiled(note):
-        yield
+    return profiled(note)
 
 
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -481,14 +460,8 @@ def run_noting_repetitions(rank: Rank, program: Program, scenario: Scenario) -> 
     Lines are left out that write to tensors unequally often, because these are temporary.
     """
     writes, counts, codes = _Writes(), Counter[_CallingLine](), dict[_CallingLine, types.CodeType | None]()
-
-    @contextlib.contextmanager
-    def noting(model: Any, batches: Any) -> Iterator[None]:
-        with _noting_procedures(counts, codes), writes:
-            yield
-
-    with full_precision():
-        observe(rank, program, scenario, digests=False, around=noting)
+    noting = entered(_noting_procedures(counts, codes), writes)
+    observe(rank, program, scenario, digests=False, around=lambda model, batches: noting)
     several = {line: set(count.values()) for line, count in writes.counts.items()}
     return [
         *(
@@ -733,8 +706,7 @@ class _NotingRanges(_AroundRanges):
                 self.ranges[line] = values, float(result[0])
 
 
-@contextlib.contextmanager
-def _noting(mode: _NotingRanges) -> Iterator[None]:
+def _noting(mode: _NotingRanges) -> contextlib.AbstractContextManager[None]:
     """Record ranges as the code under test receives them: a simulated device moves the tensors that torch makes."""
     arange, recorded = torch.arange, set[str]()
 
@@ -745,8 +717,7 @@ def _noting(mode: _NotingRanges) -> Iterator[None]:
             mode.ranges[line] = values, float(values[0])
         return values
 
-    with mode, replaced(torch, "arange", noted):
-        yield
+    return entered(mode, replaced(torch, "arange", noted))
 
 
 class _Shifting(_AroundRanges):

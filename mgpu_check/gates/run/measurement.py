@@ -26,7 +26,7 @@ from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.numerics import steps
 from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.numerics.reduction import unit_roundoff
-from mgpu_check.numerics.steps import MeasuredStep, full_precision
+from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.torch_hooks.nested import named_parameters, tensors_of, with_tensors
 from mgpu_check.torch_hooks.switches import one_thread, some_threads
 from mgpu_check.torch_hooks.tensors import all_finite, name_of, plain_copy
@@ -90,15 +90,14 @@ class Variation:
 
 def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Variation) -> ObservedRun:
     run = functools.partial(_run, rank, program, scenario)
-    with full_precision():
-        if not variation.nudged:
-            return run(variation)
-        gradients: list[_Gradients] = []
-        for spread in (0.0, variation.spread, -variation.spread):
-            gradients.append({})
-            run(Variation(spread, variation.pair), nudge=functools.partial(_keep, gradients[-1]))
-        changes = _undecided(variation, *gradients)
-        return run(Variation(), nudge=lambda step, name, gradient: add_to(gradient, changes.get((step, name))))
+    if not variation.nudged:
+        return run(variation)
+    gradients: list[_Gradients] = []
+    for spread in (0.0, variation.spread, -variation.spread):
+        gradients.append({})
+        run(Variation(spread, variation.pair), nudge=functools.partial(_keep, gradients[-1]))
+    changes = _undecided(variation, *gradients)
+    return run(Variation(), nudge=lambda step, name, gradient: add_to(gradient, changes.get((step, name))))
 
 
 def _run(rank: Rank, program: Program, scenario: Scenario, how: Variation, **options: Any) -> ObservedRun:
@@ -482,7 +481,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
     """
     narrower: set[torch.dtype] = set()
     by_reference, own = program.reference is not None, None
-    with full_precision(), one_thread() as threads:
+    with one_thread() as threads:
         notes = Notes()
         main = Runs(rank, program, scenario, by_reference, threads).measured(notes, deep)
         drawn = tuple(notes.drawn)
@@ -521,7 +520,7 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
     beside a reference only if batches were changed, to check that they suit the step.
     """
     by_reference, own = program.reference is not None, None
-    with full_precision(), one_thread() as threads:
+    with one_thread() as threads:
         notes = Notes()
         main = Runs(rank, program, scenario, by_reference, threads).provisional(notes)
         if main is None:
@@ -539,7 +538,7 @@ def measure_in_parts(
     rank: Rank, program: Program, scenario: Scenario, runs: Sequence[int], elements: int
 ) -> list[RunPart]:
     """Do this rank's share of the runs of `measure_provisionally`, with one thread; see `Runs.part`."""
-    with full_precision(), one_thread():
+    with one_thread():
         return [Runs(rank, program, scenario, program.reference is not None, 1).part(run, elements) for run in runs]
 
 
@@ -572,7 +571,7 @@ def _provisional(
 def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> ObservedRun:
     """Run the reference, or else the step, once more, on a batch moved by one roundoff."""
     # The difference shows rounding inside operators, which a perturbation of their results cannot show.
-    with full_precision(), one_thread() as threads:
+    with one_thread() as threads:
         run = Runs(rank, program, scenario, program.reference is not None, threads).slightly_moved()
     run.initial = {}
     return run

@@ -26,7 +26,7 @@ from mgpu_check.numerics import placement as slicing
 from mgpu_check.numerics.placement import Coordinates, Placement, Slice, Unplaced, Wholes
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.torch_hooks.nested import named_modules, named_parameters
-from mgpu_check.torch_hooks.tensors import copied, digest_of, plain_copy
+from mgpu_check.torch_hooks.tensors import copied, digest_of, local_part, plain_copy
 
 
 def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
@@ -84,7 +84,7 @@ class Held:
     @property
     def shape(self) -> torch.Size:
         """The shape of the tensor that `copy_of` returns."""
-        return _here(self.tensor).shape if self.local else self.tensor.shape
+        return local_part(self.tensor).shape if self.local else self.tensor.shape
 
     @property
     def wholes(self) -> set[str]:
@@ -177,7 +177,7 @@ class Holdings:
         if tensor.layout != torch.strided or not _is_there(tensor):
             return
         with _disable_current_modes():  # a mode would perturb the copies
-            self._firsts[id(tensor)] = copied(_here(tensor))
+            self._firsts[id(tensor)] = copied(local_part(tensor))
             if self._moved is None and self._rank.size == 1:
                 self._moved = _wholes_of(self._modules)
 
@@ -319,7 +319,7 @@ class Holdings:
         return slicing.by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
 
     def _by_content(self, tensor: torch.Tensor, hint: str) -> list[Slice] | Unplaced:
-        initial, now = self._firsts.get(id(tensor)), _here(tensor)
+        initial, now = self._firsts.get(id(tensor)), local_part(tensor)
         if initial is None or initial.shape != now.shape:
             initial = copied(now)
         slices = self._wholes.find(initial, hint)
@@ -365,12 +365,6 @@ def named_tensors(
 def parameters_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter of modules that are named by prefixes: its name, its value."""
     return ((name, value) for tensor_kind, name, value, _, _ in named_tensors(modules) if tensor_kind == "params")
-
-
-def _here(tensor: Any) -> torch.Tensor:
-    """Return the part of a DTensor that this rank has; any other tensor itself."""
-    local: torch.Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _wholes_of(modules: Mapping[str, nn.Module]) -> Wholes:

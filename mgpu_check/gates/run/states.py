@@ -38,7 +38,7 @@ from mgpu_check.numerics.steps import envelopes
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.switches import seed_everything
-from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
+from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of, local_part
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -50,8 +50,7 @@ class Opaque(ValueError):
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor on the CPU; for a DTensor, a copy of this rank's part."""
-    local = tensor.detach()
-    return copied(local.to_local() if hasattr(local, "to_local") else local)
+    return copied(local_part(tensor))
 
 
 def flattened(
@@ -257,9 +256,7 @@ def train_and_keep(train: Train, training: TrainingPart, file: Path, rank: Rank)
     return None
 
 
-@contextlib.contextmanager
-def _noting_epochs(epochs: list[int]) -> Iterator[None]:
-    """Note the epoch of each sampler when it is iterated."""
+def _noting_epochs(epochs: list[int]) -> contextlib.AbstractContextManager[None]:
     # A patch, because `__iter__` reads the plain attribute `epoch` (torch/utils/data/distributed.py, torch 2.13).
     iterate = DistributedSampler.__iter__
 
@@ -267,8 +264,7 @@ def _noting_epochs(epochs: list[int]) -> Iterator[None]:
         epochs.append(int(sampler.epoch))
         return iterate(sampler)
 
-    with replaced(DistributedSampler, "__iter__", noted):
-        yield
+    return replaced(DistributedSampler, "__iter__", noted)
 
 
 def epochs_of(directories: Sequence[Path], rank: Rank) -> list[list[int]]:

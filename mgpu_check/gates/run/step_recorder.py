@@ -25,7 +25,7 @@ from mgpu_check.diagnosis.observations import HeldPiece, Kind, ObservedRun, Outs
 from mgpu_check.gates.run.shards import Held, Holdings, least_anywhere, named_tensors, parameters_of
 from mgpu_check.torch_hooks.nested import named_buffers
 from mgpu_check.torch_hooks.patches import Patches, around
-from mgpu_check.torch_hooks.tensors import as_real, digest_of, is_capturing, plain_copy
+from mgpu_check.torch_hooks.tensors import as_real, digest_of, is_capturing, local_part, plain_copy
 
 
 class AppliedGradients:
@@ -110,10 +110,9 @@ class AppliedGradients:
         return {id(gradient): applied for gradient, applied in pairs if applied is not None}
 
     def start_histories(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin the histories of parameters with their values."""
         for parameter in parameters:
             if self._traced(parameter):
-                self._histories[id(parameter)] = digest_of(_local(parameter))
+                self._histories[id(parameter)] = digest_of(local_part(parameter))
 
     def end_call(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add to the histories of parameters that no optimizer has stepped in this call of the step."""
@@ -121,7 +120,7 @@ class AppliedGradients:
             if parameter.grad is None or id(parameter) in self._stepped or not self._traced(parameter):
                 continue
             self._trace(parameter)
-            if not bool(_local(parameter.grad).any()):
+            if not bool(local_part(parameter.grad).any()):
                 self._cleared.add(id(parameter))
         self._stepped.clear()
 
@@ -137,8 +136,8 @@ class AppliedGradients:
     def _trace(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         if self._traced(parameter):
-            history = self._histories.get(id(parameter)) or digest_of(_local(parameter))
-            both = f"{history} {digest_of(_local(parameter.grad))}"
+            history = self._histories.get(id(parameter)) or digest_of(local_part(parameter))
+            both = f"{history} {digest_of(local_part(parameter.grad))}"
             self._histories[id(parameter)] = hashlib.sha1(both.encode(), usedforsecurity=False).hexdigest()
 
     def _remove_hook(self, optimizer: Optimizer) -> None:
@@ -150,14 +149,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # Not `to_local`, which makes a view under autograd (torch/distributed/tensor/_api.py, _ToTorchTensor, torch 2.13).
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
-
-
 def _equal(gradient: torch.Tensor, later: torch.Tensor) -> bool:
-    local, local_later = _local(gradient), _local(later)
+    local, local_later = local_part(gradient), local_part(later)
     return local.shape == local_later.shape and local.dtype == local_later.dtype and torch.equal(local, local_later)
 
 
@@ -168,21 +161,18 @@ _OWN_COPY: tuple[Kind, str] = "optimizer", "own copy of {}"  # the model compute
 class CapturedSteps:
     """The optimizer steps in CUDA graphs.
 
-    Each `StepRecorder` makes one, and keeps it watching as long as its own context. A replay runs no Python code of the
-    step, so no hook of an optimizer either: they run at the capture only. So `replayed` is called after each replay
-    with each optimizer that has stepped in the graph.
+    Each `StepRecorder` makes one, and lets it watch by its own patches. A replay runs no Python code of the step, so no
+    hook of an optimizer either: they run at the capture only. So `replayed` is called after each replay with each
+    optimizer that has stepped in the graph.
     """
 
     def __init__(self, replayed: Callable[[Optimizer], None]) -> None:
         self._replayed = replayed
         self.captured: list[Optimizer] = []
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with Patches() as patches:
-            patches.wrap(torch.cuda.CUDAGraph, "capture_end", around(self._capture_end))
-            patches.wrap(torch.cuda.CUDAGraph, "replay", around(self._replay))
-            yield
+    def watch(self, patches: Patches) -> None:
+        patches.wrap(torch.cuda.CUDAGraph, "capture_end", around(self._capture_end))
+        patches.wrap(torch.cuda.CUDAGraph, "replay", around(self._replay))
 
     def _capture_end(self, original: Callable[[Any], None], graph: Any) -> None:
         captured, self.captured = self.captured, []
@@ -245,14 +235,14 @@ class StepRecorder:
 
     def __enter__(self) -> StepRecorder:
         self.applied.start_histories(value for _, value in parameters_of(self._modules))
-        self._stack.enter_context(self._captured.watching())
         patches = self._stack.enter_context(Patches())
+        self._captured.watch(patches)
         # Tensor.backward calls this name, too (torch/_tensor.py, backward, torch 2.13).
         patches.wrap(torch.autograd, "backward", around(self._backward))
         self._stack.callback(self.applied.close)
-        self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
-        self._stack.callback(register_module_forward_pre_hook(self._forward).remove)
+        self._stack.enter_context(register_optimizer_step_pre_hook(self._before))
+        self._stack.enter_context(register_optimizer_step_post_hook(self._after))
+        self._stack.enter_context(register_module_forward_pre_hook(self._forward))
         return self
 
     def __exit__(self, *of_error: object) -> None:
@@ -350,7 +340,6 @@ class StepRecorder:
             }
 
     def take_steps(self, held_by_id: dict[int, Held]) -> None:
-        """Record the results of each optimizer step."""
         for copies in self._steps:
             snapshot: dict[Result, torch.Tensor] = {}
             pieces: list[HeldPiece] = []
@@ -399,7 +388,6 @@ class StepRecorder:
             self._seen.outside[_whole_result(result_kind, text, holding)] = outside
 
     def end_call(self) -> None:
-        """End a call of the step under test."""
         self.applied.end_call(self._holdings.now())
         self.late = True
 

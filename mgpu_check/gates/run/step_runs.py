@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.engine.rank_side.worker import pause
 from mgpu_check.gates.gate_arguments import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.run.call_events import NotingLabels, Rows, noting_outputs, noting_seeds, traced
-from mgpu_check.gates.run.draws import DrawsOfFloat32, redrawing
+from mgpu_check.gates.run.draws import DrawsOfFloat32, entered, redrawing
 from mgpu_check.gates.run.shards import Held, Holdings, assembled, least_anywhere, moved_apart, named_tensors
 from mgpu_check.gates.run.step_recorder import Nudge, StepRecorder, put
 from mgpu_check.gates.search.scenarios import Scenario, coordinates_of, has_equal_lengths, make_batches, mesh_of, wider
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.torch_hooks.nested import entries, named_modules, tensors_of
+from mgpu_check.torch_hooks.patches import temporarily
 from mgpu_check.torch_hooks.switches import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 
@@ -35,6 +36,7 @@ Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]
 """Called with the model, and with the batches as the steps get them."""
 
 
+@full_precision()
 def observe(
     rank: Rank,
     program: Program,
@@ -52,7 +54,7 @@ def observe(
     alter: Callable[[Any], Any] | None = None,
     around: Around = lambda model, batches: contextlib.nullcontext(),
 ) -> ObservedRun:
-    """Build the model, make the batches, and run the step (or the reference) on each batch in turn.
+    """Build the model, make the batches, and run the step (or the reference) on each batch in turn, without TF32.
 
     Args:
         of_reference: run the reference instead of the step.
@@ -246,15 +248,9 @@ def _take(run: ObservedRun, name: Result, value: Any, applied: Mapping[int, torc
         )
 
 
-@contextlib.contextmanager
-def _default_dtype(double: bool) -> Iterator[None]:
+def _default_dtype(double: bool) -> contextlib.AbstractContextManager[Any]:
     before = torch.get_default_dtype()
-    if double:
-        torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return temporarily(torch.set_default_dtype, torch.float64 if double else before, before)
 
 
 def _text(value: Any) -> str:
@@ -284,8 +280,7 @@ def run_step(
 
     `all_values`: every rank sends all values. `histories`: see `observe`.
     """
-    with full_precision():
-        run = observe(_placed(rank, program, scenario), program, scenario, histories=histories)
+    run = observe(_placed(rank, program, scenario), program, scenario, histories=histories)
     if not all_values and sum(value.numel() for value in run.values.values()) > _SMALL:
         run.initial = {}  # only the diagnosis needs it, and that runs the step again
         if rank.index and not run.pieces and not run.unused:
@@ -300,9 +295,8 @@ def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[Observ
 
 def run_redrawn(rank: Rank, program: Program, scenario: Scenario, times: int) -> ObservedRun:
     """Run the step on this rank with other random numbers from the same seeds; see `redrawing`."""
-    with full_precision():
-        placed = _placed(rank, program, scenario)
-        return observe(placed, program, scenario, traced=True, around=lambda model, batches: redrawing(times))
+    placed = _placed(rank, program, scenario)
+    return observe(placed, program, scenario, traced=True, around=lambda model, batches: redrawing(times))
 
 
 def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> RankTrace:
@@ -313,14 +307,11 @@ def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> RankTr
 def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[ObservedRun, RankTrace]:
     trace = RankTrace()
 
-    @contextlib.contextmanager
-    def noting(model: Any, batches: Sequence[Any]) -> Iterator[None]:
-        with NotingLabels(trace.labels), noting_outputs(modules_of(model), trace), traced(model, trace, Rows(batches)):
-            yield
+    def noting(model: Any, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        outputs = noting_outputs(modules_of(model), trace)
+        return entered(NotingLabels(trace.labels), outputs, traced(model, trace, Rows(batches)))
 
-    with full_precision():
-        run = observe(rank, program, scenario, of_reference=of_reference, deep=True, traced=True, around=noting)
-    return run, trace
+    return observe(rank, program, scenario, of_reference=of_reference, deep=True, traced=True, around=noting), trace
 
 
 def _placed(rank: Rank, program: Program, scenario: Scenario) -> Rank:

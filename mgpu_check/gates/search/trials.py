@@ -391,7 +391,6 @@ class Trials:
         return expected.own is None or self.compared(expected, [expected.own]).holds
 
     def compared(self, expected: Expected, runs: Sequence[ObservedRun]) -> Relations:
-        """Return the relations between the results of ranks and of one device."""
         return relations_of(expected, runs, self.kinds, self.tolerance)
 
     def on_ranks(self, scenario: Scenario, all_values: bool = False, histories: bool = False) -> list[ObservedRun]:
