@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.reduction import unit_roundoff
+from mgpu_check.torch_hooks.patches import entered, temporarily
 
 _FEW = 4096
 """Elements up to which every element gets its own random sign; larger tensors use a table, since drawing is slow."""
@@ -193,18 +194,11 @@ def _has_counts(piece: torch.Tensor, size: torch.Tensor, integral: torch.Tensor)
     return not float(size.amin()) > 0
 
 
-@contextlib.contextmanager
-def unfused() -> Iterator[None]:
+def unfused() -> contextlib.AbstractContextManager[None]:
     """Switch off cuDNN, MIOpen and oneDNN, which run all steps of a recurrent network in one operator."""
     libraries: list[Any] = [torch.backends.cudnn, torch.backends.mkldnn]
-    before = [library.enabled for library in libraries]
-    for library in libraries:
-        library.enabled = False
-    try:
-        yield
-    finally:
-        for library, value in zip(libraries, before, strict=True):
-            library.enabled = value
+    switches = [(functools.partial(setattr, library, "enabled"), library.enabled) for library in libraries]
+    return entered(*(temporarily(switch, False, before) for switch, before in switches))
 
 
 @functools.cache

@@ -152,3 +152,12 @@ def temporarily(put: Callable[[Any], object], value: Any, before: Any) -> Iterat
         yield before
     finally:
         put(before)
+
+
+@contextlib.contextmanager
+def entered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter all contexts, the last one innermost."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

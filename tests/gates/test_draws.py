@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes, entered
+from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes
+from mgpu_check.torch_hooks.patches import entered
 
 aten = torch.ops.aten
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

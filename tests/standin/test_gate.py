@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.diagnosis.observations import RankTrace
-from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes, entered
+from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes
+from mgpu_check.torch_hooks.patches import entered
 from mgpu_check.gates.run.call_events import traced
 from mgpu_check.gates.run.call_events import Rows
 from mgpu_check.numerics.perturbation import Perturbed

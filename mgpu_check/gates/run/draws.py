@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.patches import entered, replaced
 from mgpu_check.torch_hooks.tensors import draws, plain
 
 _aten = torch.ops.aten
@@ -156,12 +155,3 @@ def _sum(drawn: Any) -> float | None:
         return None
     local = drawn.to_local() if hasattr(drawn, "to_local") else drawn
     return float(plain(local).double().sum())
-
-
-@contextlib.contextmanager
-def entered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter all contexts, the last one innermost."""
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

@@ -5,11 +5,10 @@ ranks, and the samples of each epoch. Imports torch: for ranks only.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def compare_ranks(directory: Path, size: int) -> list[Compared]:
         comparisons += _compared(value_kind, [own[value_kind] for own in saved], ranks, granted)
     for rank, own in enumerate(saved):
         rows = _compared("repeated", [own["answer"], own["again"]], ["first", "then"], own["granted"])
-        comparisons += [dataclasses.replace(row, wrong=(rank,)) for row in rows if row.wrong]
+        comparisons += [replace(row, wrong=(rank,)) for row in rows if row.wrong]
     return comparisons
 
 

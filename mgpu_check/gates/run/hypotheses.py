@@ -6,7 +6,6 @@ step leaves something on the CPU (it is tried again with the model or the batch 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -118,7 +117,7 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
         ]
         for index, bias_names in enumerate(_biases(program)):
             build = functools.partial(_build_with, program.build, dict.fromkeys(bias_names, lambda value: value * size))
-            of_model = dataclasses.replace(program, build=build)
+            of_model = replace(program, build=build)
             if (values := _run(rank, of_model, scenario, lambda batch: batch)) is not None:
                 alternatives.append(Alternative("biases-several-times", values, index, bias_names))
         seed_everything(1000 * scenario.seed)
@@ -176,7 +175,7 @@ def run_block_orders(
         for index, (blocks, dims) in enumerate(orders):
             altered = {name: functools.partial(blocks.moved, dim=dim) for name, dim in dims.items()}
             model = functools.partial(_build_with, program.build, altered)
-            values = _run(rank, dataclasses.replace(program, build=model), scenario, lambda batch: batch)
+            values = _run(rank, replace(program, build=model), scenario, lambda batch: batch)
             if values is None:
                 continue
             for name, value in values.items():
@@ -255,7 +254,7 @@ def _divide(
                 extents.append(_extent(cut, along))
                 return _cut(cut, 0, lambda leaf: leaf.tensor_split(windows)[window]) if windows > 1 else cut
 
-            values = _run(rank, program, dataclasses.replace(scenario, world_size=1), alter)
+            values = _run(rank, program, replace(scenario, world_size=1), alter)
             if values is None and extents and extents[0]:
                 return None
             mine.append({} if values is None else values)

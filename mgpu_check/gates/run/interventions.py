@@ -33,7 +33,6 @@ from mgpu_check.diagnosis.observations import Change, ObservedRun, Term
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import Program, modules_of
 from mgpu_check.gates.run.call_events import profiled, site, upstream
-from mgpu_check.gates.run.draws import entered
 from mgpu_check.gates.run.shards import parameters_of
 from mgpu_check.gates.run.step_runs import observe
 from mgpu_check.gates.search.scenarios import Scenario
@@ -43,7 +42,7 @@ from mgpu_check.processes.tracebacks import is_file_under_test
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, Form
 from mgpu_check.torch_hooks.collectives import Recorder, group_of, own_groups, recorder
 from mgpu_check.torch_hooks.nested import named_parameters
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.patches import entered, replaced
 from mgpu_check.torch_hooks.tensors import draws
 
 _MOST = 6  # most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs

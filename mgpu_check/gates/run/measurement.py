@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mgpu_check.diagnosis.observations import Expected, ObservedRun, Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import Program, modules_of
-from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes, entered
+from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes
 from mgpu_check.gates.run.step_recorder import Nudge
 from mgpu_check.gates.run.step_runs import Around, observe
 from mgpu_check.gates.search.scenarios import Scenario
@@ -28,6 +28,7 @@ from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.torch_hooks.nested import named_parameters, tensors_of, with_tensors
+from mgpu_check.torch_hooks.patches import entered
 from mgpu_check.torch_hooks.switches import one_thread, some_threads
 from mgpu_check.torch_hooks.tensors import all_finite, name_of, plain_copy
 

@@ -22,13 +22,13 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.engine.rank_side.worker import pause
 from mgpu_check.gates.gate_arguments import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.run.call_events import NotingLabels, Rows, noting_outputs, noting_seeds, traced
-from mgpu_check.gates.run.draws import DrawsOfFloat32, entered, redrawing
+from mgpu_check.gates.run.draws import DrawsOfFloat32, redrawing
 from mgpu_check.gates.run.shards import Held, Holdings, assembled, least_anywhere, moved_apart, named_tensors
 from mgpu_check.gates.run.step_recorder import Nudge, StepRecorder, put
 from mgpu_check.gates.search.scenarios import Scenario, coordinates_of, has_equal_lengths, make_batches, mesh_of, wider
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.torch_hooks.nested import entries, named_modules, tensors_of
-from mgpu_check.torch_hooks.patches import temporarily
+from mgpu_check.torch_hooks.patches import entered, temporarily
 from mgpu_check.torch_hooks.switches import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 

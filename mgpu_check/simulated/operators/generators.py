@@ -18,7 +18,7 @@ import torch
 
 from mgpu_check.simulated.cuda.streams import is_capturing
 from mgpu_check.simulated.node import active_node, current_index, device_index, simulated_device, untraced_device
-from mgpu_check.torch_hooks.patches import Patches, replaced
+from mgpu_check.torch_hooks.patches import Patches, entered, replaced
 
 _base = torch._C.Generator
 _STATE = struct.Struct("<QQ")  # seed and offset, in the layout of CUDA's state
@@ -175,17 +175,9 @@ class Draws:
         for _, state, offset in reversed(self._states):
             state.offset = offset
 
-    @contextlib.contextmanager
-    def states(self) -> Iterator[None]:
+    def states(self) -> contextlib.AbstractContextManager[None]:
         """Use the recorded states inside the context, with their present offsets."""
-        before = [generator.state for generator, _, _ in self._states]
-        for generator, state, _ in self._states:
-            generator.state = state
-        try:
-            yield
-        finally:
-            for (generator, _, _), state in zip(self._states, before, strict=True):
-                generator.state = state
+        return entered(*(replaced(generator, "state", state) for generator, state, _ in self._states))
 
 
 class _Noting(threading.local):
