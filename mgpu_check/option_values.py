@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 Level = Literal["glance", "quick", "standard", "long"]
@@ -117,3 +119,90 @@ def switch(text: str) -> bool:
     if text.lower() in ("0", *_OFF):
         return False
     raise ValueError("choose true or false")
+
+
+ARITHMETIC_VARIABLE = "MGPU_CHECK_SIMULATE_ARITHMETIC"
+"""The environment variable of the option: every process of a run reads it."""
+
+ARITHMETIC_KINDS = {
+    "order": "sums, products and convolutions add their terms in another order, which depends on the shapes (cuBLAS "
+    "and cuDNN choose kernels by shape: torch's notes on numerical accuracy); norms, softmax and losses are rounded "
+    "once",
+    "ulp": "exp, log, sin, tanh, pow, rsqrt and the like differ within the maximal errors of the CUDA C++ Programming "
+    "Guide, Mathematical Functions",
+    "fma": "float32 a*b+c is rounded once (nvcc --fmad=true): addcmul, addcdiv, fused and foreach optimizers",
+    "tf32": "operands of float32 products and convolutions have 10 bits of mantissa where torch's switches allow TF32",
+    "atomics": "index_add, scatter_add, gradients of convolution, padding and interpolation add in another order in "
+    "each call, unless torch.use_deterministic_algorithms (torch's notes on reproducibility)",
+    "nondeterministic": "operators without a deterministic kernel, and cuBLAS without CUBLAS_WORKSPACE_CONFIG, raise "
+    "torch's error under torch.use_deterministic_algorithms(True)",
+    "split-k": "float16 and bfloat16 products of 512 terms or more sum in pieces that are rounded to that dtype, and "
+    "attention rounds its weights to it (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, "
+    "FlashAttention)",
+    "philox": "random numbers depend on how many are drawn in one call (Philox counts by thread)",
+    "ties": "topk and an unstable sort choose others among equal elements",
+    "casts": "float to integer saturates and NaN becomes 0; an integer division by zero raises nothing",
+    "layout": "results of convolutions are channels_last if an operand is (cuDNN); nonzero is contiguous",
+    "zeros": "products begin at +0.0; maximum of both zeros is +0.0, minimum is -0.0 (PTX ISA, max and min)",
+    "nan": "NaN from arithmetic has the bits of PTX's canonical NaN; NCCL's MAX and MIN ignore NaN",
+    "reciprocal": "a division by a number multiplies by its reciprocal (BinaryDivTrueKernel.cu), mean by 1/n "
+    "(ReduceMomentKernel.cu)",
+    "nccl": "sums of collectives go along a ring that begins at another rank for each chunk, rounded after each hop; "
+    "AVG multiplies by 1/n first (ncclDevPreMulSum)",
+}
+"""Name of a kind -> what it does, and why a healthy GPU may do it."""
+
+_VALUES = (
+    f"cpu, gpu (all kinds), or kinds separated by commas: {', '.join(ARITHMETIC_KINDS)}; -KIND takes one away from gpu"
+)
+
+
+@dataclass(frozen=True)
+class ArithmeticSettings:
+    """The kinds that are on.
+
+    Attributes:
+        kinds: names of `ARITHMETIC_KINDS`; none for the arithmetic of the backing device.
+        seed: decides the orders of additions; None for the same orders of "order" in all processes, and for others of
+            "atomics" in each.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    seed: int | None = None
+
+    def __str__(self) -> str:
+        seed = "" if self.seed is None else f",seed={self.seed}"
+        missing = sorted(ARITHMETIC_KINDS.keys() - self.kinds)
+        if not self.kinds:
+            return "cpu"
+        if 2 * len(missing) < len(ARITHMETIC_KINDS):
+            return ",".join(["gpu", *(f"-{name}" for name in missing)]) + seed
+        return ",".join(name for name in ARITHMETIC_KINDS if name in self.kinds) + seed
+
+
+def parse_arithmetic(text: str) -> ArithmeticSettings:
+    """Return the settings for "gpu", "order,ulp", "gpu,-zeros" or "gpu,seed=7". Raises `ValueError`: names the set."""
+    kinds: set[str] = set()
+    removed: set[str] = set()
+    seed = None
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if word == "gpu":
+            kinds |= ARITHMETIC_KINDS.keys()
+        elif word.startswith("seed=") and word[5:].isdecimal():
+            seed = int(word[5:])
+        elif word in ARITHMETIC_KINDS:
+            kinds.add(word)
+        elif word[:1] == "-" and word[1:] in ARITHMETIC_KINDS:
+            removed.add(word[1:])
+        elif word != "cpu" or text.strip() != "cpu":
+            raise ValueError(f"no kind of arithmetic is called {word!r}; choose {_VALUES}")
+    if removed - kinds:
+        raise ValueError(f"-{sorted(removed - kinds)[0]} takes away what is not there; begin with gpu, as in gpu,-ulp")
+    if seed is not None and not kinds:
+        raise ValueError("a seed alone has no meaning; begin with gpu, as in gpu,seed=7")
+    return ArithmeticSettings(frozenset(kinds - removed), seed)
+
+
+def arithmetic_of_environment() -> ArithmeticSettings:
+    """Return the settings of this process."""
+    return parse_arithmetic(os.environ.get(ARITHMETIC_VARIABLE, ""))

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from mgpu_check import option_values
 from mgpu_check.applications import applications
-from mgpu_check.option_values import Depth, Level
+from mgpu_check.option_values import ArithmeticSettings, Depth, Level, parse_arithmetic
 
 T = TypeVar("T")
 
@@ -92,6 +92,7 @@ class Settings:
     Attributes:
         gpus: number of devices; 0 if none were asked for, None for "all" until they are counted.
         simulate: backing device of the simulated node ("cpu", "cuda:0", …); None on real devices.
+        simulate_arithmetic: how the devices of a simulated node compute.
         rank_timeout, agent_timeout: seconds.
         agent_key_file: the key of a run beyond one machine; None for the default place.
         gpu_keep_warm: seconds; None for no keeper.
@@ -114,6 +115,14 @@ class Settings:
         "make the GPUs in software, on the CPU or on one real device such as cuda:0; proves code, never hardware",
         "real GPUs; --simulate alone: cpu",
         {"metavar": "cpu|cuda:I", "nargs": "?", "const": "cpu"},
+    )
+    simulate_arithmetic: ArithmeticSettings = option_field(
+        ArithmeticSettings(),
+        parse_arithmetic,
+        "let simulated GPUs compute as healthy GPUs may: sums in another order, functions within their ulps, TF32, "
+        "atomics and more; 'gpu' for all kinds",
+        "cpu: as the backing device",
+        {"metavar": "gpu|KINDS"},
     )
     rank_timeout: float = option_field(
         DEFAULT_RANK_TIMEOUT,
@@ -277,6 +286,10 @@ def resolve(
         )
     if settings.simulate and not settings.asked and origins["simulate"] == OPTIONS["simulate"].flag:
         raise ValueError("--simulate: say how many devices to simulate, such as --gpus=4 --simulate")
+    if settings.simulate_arithmetic.kinds and not settings.simulate:
+        flag = OPTIONS["simulate_arithmetic"].flag
+        if origins["simulate_arithmetic"] == flag:
+            raise ValueError(f"{flag}: real devices have an arithmetic of their own; add --simulate")
     if settings.trust_network and settings.agent_key_file is not None:
         raise ValueError(
             f"{origins['trust_network']}: a run that trusts its network uses no key file, but "

@@ -21,11 +21,12 @@ from typing import Any
 
 from mgpu_check.cli.codes import WRONG_USAGE, Parser, number
 from mgpu_check.compare.fake_data import FakeData, plan_file
+from mgpu_check.option_values import ARITHMETIC_VARIABLE, parse_arithmetic
 from mgpu_check.processes.environments import simulating
 
 _USAGE = (
-    "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|PROGRAM [args...]\n"
-    "       mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] -m module [args...]"
+    "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--simulate-arithmetic=gpu] [--] script.py|PROGRAM "
+    "[args...]\n       mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] -m module [args...]"
 )
 _NOT_SIMULATED = (
     "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A "
@@ -69,6 +70,18 @@ def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) ->
     text = "simulate the GPUs in software, on the CPU (default) or on a real GPU; proves code, never hardware"
     options: dict[str, Any] = {"type": backing_device, "nargs": "?", "const": "cpu", "metavar": "DEVICE"}
     parser.add_argument("--simulate", default=default, help=text, **options)
+    text = "how simulated GPUs compute: cpu (default), gpu, or kinds, such as order,ulp"
+    parser.add_argument("--simulate-arithmetic", action=_Exported, metavar="gpu|KINDS", help=text)
+
+
+class _Exported(argparse.Action):
+    """Check the arithmetic, and leave it in the environment, where every Python of the program finds it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        try:
+            os.environ[ARITHMETIC_VARIABLE] = str(parse_arithmetic(values))
+        except ValueError as error:
+            parser.error(f"{option_string}: {error}")
 
 
 def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -84,7 +97,7 @@ def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[lis
             return list(argv[:position]), list(argv[position + 1 :])
         if word == "-m" or not word.startswith("-"):
             break
-        position += 2 if word in takes_a_word else 1
+        position += 2 if word in (*takes_a_word, "--simulate-arithmetic") else 1
     return list(argv[:position]), list(argv[position:])
 
 

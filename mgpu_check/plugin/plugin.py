@@ -16,6 +16,7 @@ import pytest
 
 from mgpu_check.applications import applications
 from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
+from mgpu_check.option_values import ARITHMETIC_VARIABLE, parse_arithmetic
 from mgpu_check.plugin.harnesses import Adapting
 from mgpu_check.plugin.launch import is_launched, over, wrong_launch
 from mgpu_check.plugin.private_names import TestCaseFunction
@@ -148,6 +149,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None
     activate(settings)
+    _export_arithmetic(config, settings)
     _add_tests_of_applications(config, settings)
     if not settings.asked and WATCHED in config.stash:
         config.stash[WATCHED].close()
@@ -156,6 +158,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = GpuSession(settings)
     register(config, config.stash[SESSION])
     config.pluginmanager.register(Adapting(config.stash[SESSION]))
+
+
+def _export_arithmetic(config: pytest.Config, settings: Settings) -> None:
+    """Let every process of the run find the arithmetic of its simulated devices, until the run ends."""
+    before, text = os.environ.get(ARITHMETIC_VARIABLE), str(settings.simulate_arithmetic)
+    if settings.simulate and text != str(parse_arithmetic(before or "")):
+        os.environ[ARITHMETIC_VARIABLE] = text
+        config.add_cleanup(functools.partial(os.environ.__setitem__, ARITHMETIC_VARIABLE, before or ""))
 
 
 def _add_tests_of_applications(config: pytest.Config, settings: Settings) -> None:

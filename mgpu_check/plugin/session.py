@@ -362,6 +362,8 @@ class GpuSession:
         if settings.simulate:
             node = f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware"
             clauses += [node, "backend gloo in place of nccl"]
+            if settings.simulate_arithmetic.kinds:
+                clauses.append(f"arithmetic {settings.simulate_arithmetic}")
         elif self.devices:
             listed = ", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0])
             clauses += [listed, "backend nccl, gloo for CPU tensors"]

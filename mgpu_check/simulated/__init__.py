@@ -4,6 +4,7 @@
 2. A tensor of a simulated device is a `tensor.py` around a tensor of the backing device.
 3. `dispatch.py` runs each operator: it checks the devices as CUDA does, runs it (`operators/` where CUDA's differs),
    and tags the results. `transfer.py` moves tensors, `distributed/` runs collectives and data parallelism.
+   `operators/arithmetic.py` and `distributed/ring_sums.py` change their values as a GPU would, if asked to.
 4. `hardware.py` is below all of them: healthy, or with the defects of `defects/`.
 
 The names are imported when they are used: processes without torch read the parameters of defects.

@@ -22,6 +22,7 @@ import torch.jit._builtins
 import torch.utils._device
 from torch._C._profiler import ProfilerActivity, ProfilerState
 
+from mgpu_check.option_values import arithmetic_of_environment, parse_arithmetic
 from mgpu_check.simulated import dispatch
 from mgpu_check.simulated.cuda import streams
 from mgpu_check.simulated.cuda.allocator import forget_pinned
@@ -31,6 +32,7 @@ from mgpu_check.simulated.distributed.collectives import install_collectives
 from mgpu_check.simulated.distributed.data_parallel import install_parallel, install_reducer
 from mgpu_check.simulated.factories import install_device_type, install_factories, install_typed
 from mgpu_check.simulated.node import SimulatedNode, active_node, enter_node
+from mgpu_check.simulated.operators.arithmetic import Arithmetic
 from mgpu_check.simulated.operators.attention import install_attention
 from mgpu_check.simulated.operators.autograd import install_autocast, install_functions
 from mgpu_check.simulated.operators.generators import ambient_generator, device_generators, install_random
@@ -122,17 +124,20 @@ def _backing_device(backing: str) -> torch.device:
 
 
 @contextmanager
-def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
+def simulated_node(n: int, backing: str = "cpu", arithmetic: str | None = None) -> Iterator[None]:
     """Simulate a machine with ``n`` CUDA devices, in this process and all of its threads, until the context exits.
 
     ``backing`` is the real device that computes: "cpu", or a visible "cuda:i". Results say nothing about real hardware.
+    ``arithmetic`` is a value of ``--simulate-arithmetic``, such as "gpu"; default that of the environment, or "cpu".
     Tensors that outlive the context keep their values, but their device no longer exists; :func:`to_real` converts them
     to plain tensors. The exit restores all of torch.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n={n!r} is not a number of devices; it must be an int of at least 1")
+    settings = arithmetic_of_environment() if arithmetic is None else parse_arithmetic(arithmetic)
     with _entering:
         patches = _take_over(n, backing) or _enter(n, _backing_device(backing))
+        dispatch.use_arithmetic(Arithmetic(settings))
     try:
         yield
     finally:
@@ -213,6 +218,14 @@ def prepare() -> None:
     with _entering:
         if active_node() is None:
             _prepared = _enter(1, torch.device("cpu"))
+
+
+def enter_in_fork(n: int) -> None:
+    """Leave the node of the parent in a forked process, where it cannot be used, and enter one of n devices."""
+    node = active_node()
+    assert node is not None
+    streams.forget_streams()
+    enter_node(_node(n, node.backing))
 
 
 def simulated_device_count() -> int | None:

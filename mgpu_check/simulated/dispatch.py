@@ -21,7 +21,7 @@ from mgpu_check.simulated import tensor as storage
 from mgpu_check.simulated.cuda.streams import host_waits
 from mgpu_check.simulated.distributed import collectives
 from mgpu_check.simulated.node import active_node
-from mgpu_check.simulated.operators import kernels
+from mgpu_check.simulated.operators import arithmetic, kernels
 from mgpu_check.simulated.operators.generators import device_of, drawing, owner_of
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in, type_name
 
@@ -293,7 +293,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     kernel = kernels.KERNELS.get(f"{name}.{schema.overload_name}") or kernels.KERNELS.get(name, func)
     return _Operator(
-        call=storage.operator(name, kernel),  # type: ignore[arg-type]
+        call=arithmetic.imitated(func, storage.operator(name, kernel)),  # type: ignore[arg-type]
         fresh=not written and not name.startswith("c10d::"),
         scalars=allows_scalars(func),
         random=torch.Tag.nondeterministic_seeded in func.tags,
@@ -306,6 +306,14 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         computes=not views and name not in _IDLE and name.rpartition("::")[2] not in storage.EMPTY,
         written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
+
+
+def use_arithmetic(chosen: arithmetic.Arithmetic) -> arithmetic.Arithmetic:
+    """Compute so from now on, in this process; return the arithmetic before."""
+    before, arithmetic.present = arithmetic.present, chosen
+    if before.kinds != chosen.kinds:
+        _inspect.cache_clear()
+    return before
 
 
 def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -427,7 +435,8 @@ def _run_random(
             raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{owner.type}'")
         else:
             generator = owner_of(requested)  # type: ignore[arg-type]  # see above
-    with drawing(generator, None if operator.takes_generator else node.ambient) as drawn, _no_dispatch():
+    variant = arithmetic.draw_variant(args)
+    with drawing(generator, None if operator.takes_generator else node.ambient, variant) as drawn, _no_dispatch():
         out = operator.call(*args, **kwargs)
         drawn.extend(tensors_in(out))
     return out

@@ -16,6 +16,7 @@ from mgpu_check.simulated import hardware
 from mgpu_check.simulated.cuda.graphs import recorder_of
 from mgpu_check.simulated.cuda.streams import host_waits
 from mgpu_check.simulated.node import BLOCK, active_node, present_node, refused, simulated_device
+from mgpu_check.simulated.operators import arithmetic
 from mgpu_check.simulated.operators.generators import drawing
 from mgpu_check.simulated.tensor import EMPTY, TYPE_NAMES, SimulatedTensor, never_written, raw, require, tag
 from mgpu_check.simulated.tensor_methods import convert_local
@@ -198,7 +199,8 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
     if generator is None:
         tensor = make(*args, device=node.backing, **kwargs)
     else:
-        with drawing(generator) as drawn:  # type: ignore[arg-type]  # `make` refuses any other type
+        variant = arithmetic.draw_variant((*args, *kwargs.values()))
+        with drawing(generator, variant=variant) as drawn:  # type: ignore[arg-type]  # `make` refuses any other type
             tensor = make(*args, device=node.backing, **kwargs)
             drawn.append(tensor)
     if type(tensor) is SimulatedTensor and tensor.device != device:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.simulated.cuda.streams import Late, hold_outstanding, poison
+from mgpu_check.simulated.distributed import ring_sums
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.collective_table import METHODS
 from mgpu_check.torch_hooks.patches import temporarily
@@ -301,14 +302,30 @@ def _prepared(t: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
     return t, op
 
 
+def _operands_of_ranks(call: TransferCall, pg: dist.ProcessGroup, mine: torch.Tensor) -> tuple[dist.Work, Tensors]:
+    """Start to gather the operands of a reduction; return them in the order of ranks, to be read after the work."""
+    flat = ring_sums.operand(mine, call.op, pg.size())
+    rows = torch.empty(pg.size() * flat.numel(), dtype=flat.dtype)
+    work = _on_gloo(call, "_allgather_base", pg, _movable(rows), _movable(flat), call.options(_c10d.AllgatherOptions))
+    return work, list(rows.view(pg.size(), -1))
+
+
 def all_reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    works, factors = [], []
+    works, factors, rings = [], [], []
+    along_ring = call.nccl and all(ring_sums.differs(tensor, call.op) for tensor in call.both)
     for tensor in call.both:
         host = staging.update(tensor)
+        if along_ring:
+            work, rows = _operands_of_ranks(call, pg, host)
+            works.append(work)
+            rings.append((host, rows))
+            continue
         prepared, op = _prepared(host, call.op)
         works.append(_on_gloo(call, "allreduce", pg, [prepared], call.options(_c10d.AllreduceOptions, reduceOp=op)))
         if prepared.dtype is host.dtype and prepared is not host:
             factors.append((host, prepared))
+    if rings:
+        return works, lambda: _copy_back([(host, ring_sums.all_reduced(rows, call.op)) for host, rows in rings])
     return works, (lambda: _copy_back(factors)) if factors else None
 
 
@@ -331,6 +348,11 @@ def reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Start
     tensor = call.both[0]
     # gloo uses the tensors of the others as scratch memory; NCCL does not change them.
     host = staging.update(tensor) if is_root else staging.read(tensor).clone()
+    if call.nccl and ring_sums.differs(tensor, call.op):
+        work, rows = _operands_of_ranks(call, pg, host)
+        return [work], (
+            lambda: _copy_back([(host, ring_sums.reduced(rows, call.root + 1, call.op))])
+        ) if is_root else None
     prepared, op = _prepared(host, call.op)
     options = call.options(_c10d.ReduceOptions, reduceOp=op, rootRank=call.root)
     work = _on_gloo(call, "reduce", pg, [prepared], options)
@@ -384,13 +406,23 @@ def scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Star
     return [_on_gloo(call, "scatter", pg, [out], [inputs] if inputs else [], options)], None
 
 
+def _scattered_ring(call: TransferCall, pg: dist.ProcessGroup, mine: torch.Tensor, out: torch.Tensor) -> Started:
+    work, rows = _operands_of_ranks(call, pg, mine)
+    rank = pg.rank()
+    parts = [row.view(pg.size(), -1)[rank] for row in rows]
+    return [work], lambda: _copy_back([(out, ring_sums.reduced(parts, rank + 1, call.op))])
+
+
 def reduce_scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
     inputs = [staging.read(t) for t in call.ins]
     out = staging.write(call.outs[0])
+    even = len({t.numel() for t in call.ins}) == 1
+    if call.nccl and even and ring_sums.differs(call.ins[0], call.op):
+        return _scattered_ring(call, pg, torch.cat([t.reshape(-1) for t in inputs]), out)
     prepared = [_prepared(t, call.op) for t in inputs]
     op = prepared[0][1]
     target = out.view(torch.uint8) if out.dtype is torch.bool else out
-    if len({t.numel() for t in call.ins}) == 1:
+    if even:
         options = call.options(_c10d.ReduceScatterOptions, reduceOp=op)
         return [_on_gloo(call, "reduce_scatter", pg, [target], [[t for t, _ in prepared]], options)], None
     works, mine = [], target
@@ -404,8 +436,11 @@ def reduce_scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) 
 
 
 def reduce_scatter_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    prepared, op = _prepared(staging.read(call.ins[0]), call.op)
+    mine = staging.read(call.ins[0])
     out = staging.write(call.outs[0])
+    if call.nccl and ring_sums.differs(mine, call.op):
+        return _scattered_ring(call, pg, mine, out)
+    prepared, op = _prepared(mine, call.op)
     target = out.view(torch.uint8) if out.dtype is torch.bool else out
     options = call.options(_c10d.ReduceScatterOptions, reduceOp=op)
     return [_on_gloo(call, "_reduce_scatter_base", pg, target.view(-1), prepared.view(-1), options)], None

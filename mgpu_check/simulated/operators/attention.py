@@ -30,6 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mgpu_check.simulated.node import active_node
+from mgpu_check.simulated.operators.arithmetic import product, rounded_weights
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.patches import Patches
 
@@ -352,7 +353,7 @@ class _Weights:
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             block, visible = slice(start, stop), slice(0, min(stop, columns) if self.causal else columns)
-            scores = (self.query[:, :, block].float() * self.scale) @ self.key[:, :, visible].mT
+            scores = product(self.query[:, :, block].float() * self.scale, self.key[:, :, visible].mT)
             if self.bias is not None:
                 scores += (self.bias[:, :, block] if self.bias.size(2) > 1 else self.bias)[..., visible]
             if self.causal:  # aligned to the upper left, as torch has it
@@ -376,7 +377,8 @@ def _attend(weights: _Weights, value: Tensor) -> Attended:
         shares = scores.sub_(largest).exp_()
         total = shares.sum(-1, keepdim=True)
         empty = total == 0
-        out = (shares if kept is None else shares.mul_(kept)) @ value[:, :, visible]
+        shares = rounded_weights(shares, weights.query.dtype)
+        out = product(shares if kept is None else shares.mul_(kept), value[:, :, visible])
         outs.append(out.div_(total.masked_fill(empty, 1.0)))
         sums.append(total.log_().add_(largest).masked_fill_(empty, math.inf).squeeze(-1))
     return torch.cat(outs, 2), torch.cat(sums, 2)
@@ -391,13 +393,13 @@ def _gradients(
     of_key, of_value = torch.zeros_like(weights.key), torch.zeros_like(value)
     for block, visible, scores, kept in weights.blocks():
         shares = scores.sub_(logsumexp[:, :, block]).exp_()
-        of_shares = gradient[:, :, block] @ value[:, :, visible].mT
-        of_value[:, :, visible] += (shares if kept is None else shares * kept).mT @ gradient[:, :, block]
+        of_shares = product(gradient[:, :, block], value[:, :, visible].mT)
+        of_value[:, :, visible] += product((shares if kept is None else shares * kept).mT, gradient[:, :, block])
         if kept is not None:
             of_shares.mul_(kept)
         moved = of_shares.sub_(mean[:, :, block]).mul_(shares)
-        of_queries.append(moved @ weights.key[:, :, visible])
-        of_key[:, :, visible] += moved.mT @ weights.query[:, :, block].float()
+        of_queries.append(product(moved, weights.key[:, :, visible]))
+        of_key[:, :, visible] += product(moved.mT, weights.query[:, :, block].float())
         if of_bias:
             of_scores.append(F.pad(moved, (0, value.size(2) - visible.stop)))
     of_query = torch.cat(of_queries, 2).mul_(weights.scale)

@@ -26,6 +26,7 @@ _STEP = 4  # offsets are multiples of 4: Philox draws four numbers at a time
 # Elements that one wave of threads of a device with one multiprocessor draws by four numbers each.
 _PER_STEP = 4 * 256 * 8
 _MASK = 2**64 - 1
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15  # of 2^64, as splitmix64 steps
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class _GeneratorState:
 
     def mixed(self) -> int:
         """Return the seed of the next operator, by the finalizer of splitmix64."""
-        z = (self.seed + 0x9E3779B97F4A7C15 * (self.offset // _STEP + 1)) & _MASK
+        z = (self.seed + _GOLDEN_RATIO * (self.offset // _STEP + 1)) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         return z ^ (z >> 31)
@@ -189,10 +190,13 @@ _drawing = threading.RLock()  # threads share the generators: DataParallel's rep
 
 
 @contextlib.contextmanager
-def drawing(generator: torch.Generator, ambient: torch.Generator | None = None) -> Iterator[list[torch.Tensor]]:
+def drawing(
+    generator: torch.Generator, ambient: torch.Generator | None = None, variant: int = 0
+) -> Iterator[list[torch.Tensor]]:
     """Seed `generator` for one operator, or `ambient` instead, whose state is restored at the exit.
 
-    Yields a list; the caller adds the drawn tensors to it. The offset advances by their size.
+    Yields a list; the caller adds the drawn tensors to it. The offset advances by their size. Each `variant` of a state
+    has other numbers.
     """
     generator = owner_of(generator)
     assert isinstance(generator, DeviceGenerator)
@@ -202,7 +206,7 @@ def drawing(generator: torch.Generator, ambient: torch.Generator | None = None) 
             _noting.draws.add(generator)
         source = generator if ambient is None else ambient
         kept = None if ambient is None else ambient.get_state()
-        _base.manual_seed(source, generator.state.mixed())
+        _base.manual_seed(source, (generator.state.mixed() ^ variant * _GOLDEN_RATIO) & _MASK)
         fresh = _base.get_state(source)
         try:
             yield drawn
@@ -230,6 +234,13 @@ class _GeneratorMeta(type(_base)):  # type: ignore[misc]
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, _base)
+
+
+def drawn_permutation(n: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Return a permutation of n, int64 `[n]`, that only the seed decides."""
+    generator = _base()
+    _base.manual_seed(generator, seed & _MASK)
+    return torch.ops.aten.randperm.generator(n, generator=generator).to(device)  # type: ignore[no-any-return]
 
 
 def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
