@@ -36,7 +36,7 @@ def gate(ranks, names, mistake):
 
 
 def test_right_uses_pass(ranks):
-    gate(ranks, OFTEN, "")
+    gate(ranks, list(USES), "")
 
 
 @pytest.mark.parametrize("mistake", ["local", "doubled"])

@@ -31,12 +31,13 @@ from mgpu_check.gates.gate_arguments import (
 )
 from mgpu_check.gates.run import measurement
 from mgpu_check.gates.run.hypotheses import left_on_cpu
+from mgpu_check.gates.run.measurement import Variation
 from mgpu_check.gates.run.shards import assembled, users_of, with_groups_of
 from mgpu_check.gates.run.step_runs import run_step, run_traced_alone
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, place_in, where_is
 from mgpu_check.numerics.placement import Unplaced
-from mgpu_check.numerics.steps import granted_with
+from mgpu_check.numerics.steps import deviations, granted_at_least, granted_with
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.switches import some_threads
 from mgpu_check.torch_hooks.tensors import digest_of
@@ -167,6 +168,7 @@ def key_of(scenario: Scenario) -> tuple[object, ...]:
     return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
 
 
+_OWN_ROUNDING = 8.0  # most tolerances of the reference that the step's own rounding may explain
 _PATIENCE = 2  # provisional measurements are given up when inconclusive ones outnumber conclusive ones by this many
 
 
@@ -293,11 +295,47 @@ class Trials:
             if relations.holds or not expected.provisional:
                 break  # otherwise measure the tolerance with more effort
         assert expected is not None
+        if not relations.holds and (widened := self._with_own_rounding(scenario, expected, runs[0])) is not None:
+            expected, relations = widened, self._tried(scenario, widened, runs)
         self.completed[scenario.place] += 1
         if relations.holds and scenario.world_size > 1:
             self.passed = self.passed or scenario
             self.limits.add(expected, runs[0])
         return None if relations.holds else Trial(scenario, expected, relations, runs[0])
+
+    def _with_own_rounding(
+        self, scenario: Scenario, expected: Expected, runs: Sequence[ObservedRun]
+    ) -> Expected | None:
+        """Return the expectation with room for the rounding of the step itself; None if the results are farther away.
+
+        One device may compute in another way, such as without the shift of a softmax, and round less. So the step is
+        perturbed on the ranks, as it was on one device. Its rounding there counts up to `_OWN_ROUNDING` times the
+        tolerance: more would hide a rounding to a narrower dtype.
+        """
+        if self.tolerance is not None or not self.one_device:
+            return None
+        farthest = {name: _OWN_ROUNDING * value for name, value in expected.tolerance.items()}
+        if not self.compared(replace(expected, tolerance=farthest), runs).holds:
+            return None
+        spread = deviations(sum(value.numel() for value in runs[0].values.values()))
+        varied = [Variation(), Variation(spread), Variation(-spread), Variation(1.0, -1, batch_only=True)]
+        try:
+            plain, *moved, slightly_moved = (
+                self.assembled(scenario, self.run_on_ranks(self.program, scenario, how, by=measurement.run_varied))[0]
+                for how in varied
+            )
+        except (RankFailure, RankHang):
+            return None
+        if not all(measurement.alike(plain, run) for run in moved):
+            return None
+        single, *others = (measurement.wide(run.values) for run in (plain, *moved))
+        granted = granted_at_least(single, others, measurement.ROUNDOFF, spread)
+        granted = granted_with(granted, single, measurement.rounding_seen(plain, slightly_moved) or {})
+        tolerance = {
+            name: value if name not in granted else value + torch.minimum(granted[name], farthest[name])
+            for name, value in expected.tolerance.items()
+        }
+        return replace(expected, tolerance=tolerance)
 
     def _suitable(self, scenario: Scenario, effort: Effort) -> Expected | None:
         """Return the results of one device; None if the step is not meant for this batch."""
