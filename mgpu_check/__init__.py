@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mgpu_check.errors import ScalingMismatch as ScalingMismatch
     from mgpu_check.gates.agreement_gate import Configuration as Configuration
     from mgpu_check.gates.agreement_gate import assert_steps_agree as assert_steps_agree
+    from mgpu_check.gates.bitwise_gate import assert_bitwise as assert_bitwise
     from mgpu_check.gates.checkpoint_gate import assert_resume_continues as assert_resume_continues
     from mgpu_check.gates.configuration_space import assert_configurations_agree as assert_configurations_agree
     from mgpu_check.gates.engines_gate import assert_engines_agree as assert_engines_agree
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from mgpu_check.gates.loader_gate import assert_loader_covers as assert_loader_covers
     from mgpu_check.gates.step_gate import assert_metric_scales as assert_metric_scales
     from mgpu_check.gates.step_gate import assert_step_scales as assert_step_scales
+    from mgpu_check.gates.survival_gate import assert_survives as assert_survives
     from mgpu_check.plugin.harnesses import adapt as adapt
     from mgpu_check.plugin.ranks import Ranks as Ranks
     from mgpu_check.simulated import simulated_node as simulated_node
@@ -45,12 +47,14 @@ _HOMES = {
     **dict.fromkeys(("Rank", "current_rank"), "mgpu_check.engine.rank_side.rank"),
     **dict.fromkeys(("NotCompared", "RankDied", "RankFailure", "RankHang", "ScalingMismatch"), "mgpu_check.errors"),
     **dict.fromkeys(("Configuration", "assert_steps_agree"), "mgpu_check.gates.agreement_gate"),
+    "assert_bitwise": "mgpu_check.gates.bitwise_gate",
     "assert_resume_continues": "mgpu_check.gates.checkpoint_gate",
     "assert_configurations_agree": "mgpu_check.gates.configuration_space",
     "assert_engines_agree": "mgpu_check.gates.engines_gate",
     "assert_evaluation_agrees": "mgpu_check.gates.evaluation_gate",
     "assert_loader_covers": "mgpu_check.gates.loader_gate",
     **dict.fromkeys(("assert_metric_scales", "assert_step_scales"), "mgpu_check.gates.step_gate"),
+    "assert_survives": "mgpu_check.gates.survival_gate",
     "adapt": "mgpu_check.plugin.harnesses",
     "Ranks": "mgpu_check.plugin.ranks",
     "simulated_node": "mgpu_check.simulated",

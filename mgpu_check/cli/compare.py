@@ -62,7 +62,7 @@ def _judge(
     candidate: RecordedRun,
     remarks: Sequence[str] = (),
 ) -> int:
-    judged = compare_runs(reference, candidate, done.plan.unjudged)
+    judged = compare_runs(reference, candidate, done.plan.unjudged, options.bitwise)
     report = replace(judged.verdict.report, remarks=[*judged.verdict.report.remarks, *remarks])
     done.aligned, done.rounding, done.verdict = judged.aligned, judged.rounding, replace(judged.verdict, report=report)
     return _written(options, done, reference.name)
@@ -234,7 +234,7 @@ def _of_space(
             wholes.append(UndividedRun(f"the ranks of {reference.name}", reference.made, plan.world))
             try:
                 recorded = record(run, run_options.tell, wholes)
-                verdicts[words] = compare_runs(baseline, recorded, plan.unjudged).verdict
+                verdicts[words] = compare_runs(baseline, recorded, plan.unjudged, options.bitwise).verdict
             except NotRecorded as stopped:
                 verdicts[words] = stopped.verdict(f"{run.name}: ", beside=True)
             run_options.tell(f"{words}: {verdicts[words].kind}")
@@ -295,11 +295,11 @@ _USAGE = (
     "                          [--fake-data[=PLAN]] [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE]\n"
     "                          -- script.py [args...]\n"
     "       mgpu-check compare [...] -- -m module [args...]\n"
-    "       mgpu-check compare --against=COMMIT [...] -- script.py [args...]\n"
-    "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [...] -- script.py [args...]\n"
+    "       mgpu-check compare --against=COMMIT [--bitwise] [...] -- script.py [args...]\n"
+    "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [--bitwise] [...] -- script.py [args...]\n"
     "       mgpu-check compare --space=FILE [...] -- script.py [args...]\n"
     "       mgpu-check compare --golden=FILE [--update-golden] [...] -- script.py [args...]\n"
-    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] A.trace B.trace"
+    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--bitwise] [--json=FILE] A.trace B.trace"
 )
 _EPILOG = """\
 In the arguments of the script, an expression in braces that contains W is replaced by its value. W is the number of
@@ -368,6 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--space", type=Path, metavar="FILE", help=text)
     add("--golden", type=run_options.writable, metavar="FILE", help="compare the run with the trace in FILE")
+    add("--bitwise", action="store_true", help="of two runs: other bits differ, also if rounding explains them")
     add("--update-golden", action="store_true", help="write the trace of the run to the FILE of --golden")
     return parser
 
@@ -391,6 +392,11 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
     if options.space and options.html:
         parser.error("--html shows one comparison; leave it out with --space")
+    if options.bitwise and not chosen:
+        parser.error(
+            "--bitwise is for two runs, because sums over ranks round otherwise than one device; add --a and --b, "
+            "--against, --golden or --space"
+        )
     if not chosen and options.gpus < 2:
         parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
     return bool(chosen)

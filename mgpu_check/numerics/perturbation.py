@@ -99,7 +99,7 @@ class Perturbed(TorchDispatchMode):
             if all(dtype.is_floating_point for dtype in dtypes) and dtypes[0].itemsize > dtypes[-1].itemsize:
                 return result  # only the float64 run widens here; the dtype that it stands for does not
         spared = not self.copies and (func.overloadpacket in _COPYING or func.namespace == "c10d")
-        computes, written = _effects(func)
+        computes, written = effects(func)
         results: list[Any] = []
         if computes:
             results += (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
@@ -202,7 +202,7 @@ def unfused() -> contextlib.AbstractContextManager[None]:
 
 
 @functools.cache
-def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
+def effects(func: Any) -> tuple[bool, tuple[int, ...]]:
     """Return whether an operator computes its results, and the indices of the arguments that it writes to instead.
 
     A result that aliases an argument without writing to it is a view, so the operator computes nothing.

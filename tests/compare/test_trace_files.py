@@ -74,6 +74,24 @@ def test_verdicts_on_two_runs(one, second, kind, words):
     assert "one device" not in found.report.headline
 
 
+@pytest.mark.parametrize(
+    ("one", "second", "words"),
+    [
+        (run(), run(change=rounded), "is not equal bit by bit, though all is within rounding"),
+        (
+            run(moved=0),
+            run(change=rounded, moved=0),
+            "differs: step 1: the gradient of net.weight is not equal bit by bit",
+        ),
+        (run(), run(change=other), "differs: step 1: the gradient of net."),
+        (run(), run(world=4), ""),
+    ],
+)
+def test_bitwise_takes_rounding_for_a_difference(one, second, words):
+    verdict = compare_runs(one, replace(second, name="b.trace"), bitwise=True).verdict
+    assert (verdict.kind == "differs", words in str(verdict.report)) == (bool(words), True), verdict.report
+
+
 def test_bits_that_no_summary_shows_are_not_equal_bit_by_bit():
     def flip(made):
         step = made.steps[1]

@@ -137,6 +137,11 @@ def test_two_sets_of_arguments(command, tmp_path):
     words = ("--gpus=1", "--steps=2")
     text = command("compare", *words, "--a=foreach", "--b=micro-batches", "--", "train.py", code=0, processes=3)
     assert "equal: 2 steps on 1 rank train the same 4 parameters as in --a, within rounding" in text
+    words_of_both = ("--a=foreach", "--b=micro-batches", "--bitwise", "--", "train.py")
+    text = command("compare", *words, *words_of_both, code=1, processes=3)
+    assert "is not equal bit by bit, though all is within rounding" in text
+    text = command("compare", "--gpus=2", "--bitwise", "--", "train.py", code=4, processes=0)
+    assert "--bitwise is for two runs" in text
     tmp_path.joinpath("train.py").write_text(script("changes").replace("torch.manual_seed(", "torch.seed() or ("))
     text = command("record", *words, "--out=a.trace", "--", "train.py", code=2, processes=2)
     assert "not recorded: not repeatable: run twice on one device, first.weight had different values before" in text

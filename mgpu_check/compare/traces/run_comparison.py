@@ -58,10 +58,16 @@ class _Unmeasured(Rounding):
 
 
 def compare_runs(
-    baseline: RecordedRun, candidate: RecordedRun, unjudged: Mapping[str, str] = MappingProxyType({})
+    baseline: RecordedRun,
+    candidate: RecordedRun,
+    unjudged: Mapping[str, str] = MappingProxyType({}),
+    bitwise: bool = False,
 ) -> RunComparison:
     """Judge `candidate` against `baseline`.
-    `unjudged`: pattern of parameters that need not be compared -> the reason."""
+
+    `unjudged`: pattern of parameters that need not be compared -> the reason. `bitwise`: other bits are a difference,
+    also if rounding explains them.
+    """
     disputed = disagreeing(baseline.ranks)
     ranks, others = baseline.ranks, candidate.ranks
     moved = {"one": baseline.moved, "other": candidate.moved}
@@ -91,7 +97,13 @@ def compare_runs(
         measured = Rounding(reference, [merged(moved["one"], baseline.divided)])
     elif parting is not None and moved["other"]:
         measured = Rounding(merged(others, candidate.divided), [merged(moved["other"], candidate.divided)])
-    return RunComparison(aligned, measured, _verdict(baseline, candidate, aligned, parting, measured, unjudged))
+    verdict = _verdict(baseline, candidate, aligned, parting, measured, unjudged)
+    if bitwise and parting is not None and verdict.kind in ("equal", "undecided"):
+        headline = f"differs: step {parting.step + 1}: {parting} is not equal bit by bit, though all is within rounding"
+        if measured is None:
+            headline = headline.rpartition(",")[0]
+        verdict = replace(verdict, kind="differs", report=replace(verdict.report, headline=headline))
+    return RunComparison(aligned, measured, verdict)
 
 
 def _differs(name: str, ranks: list[Trace], rounding: Rounding) -> bool:

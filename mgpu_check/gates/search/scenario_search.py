@@ -165,17 +165,18 @@ def _given(sizes: Sizes) -> Callable[[int], st.SearchStrategy[int]]:
 
 _MOST_SHRINKS = 40  # most cases that are run after a failure to find a smaller failing case
 
+Case = TypeVar("Case", contravariant=True)
 Failed = TypeVar("Failed", covariant=True)
 
 
-class Tries(Protocol[Failed]):
-    def knows(self, scenario: Scenario) -> bool: ...
+class Tries(Protocol[Case, Failed]):
+    def knows(self, scenario: Case) -> bool: ...
 
-    def run(self, scenario: Scenario) -> Failed | None: ...
+    def run(self, scenario: Case) -> Failed | None: ...
 
 
 def smallest_failure(
-    trials: Tries[Failed], scenarios: st.SearchStrategy[Scenario], examples: int, most_shrinks: int = _MOST_SHRINKS
+    trials: Tries[Case, Failed], scenarios: st.SearchStrategy[Case], examples: int, most_shrinks: int = _MOST_SHRINKS
 ) -> Failed | None:
     """Return the smallest failure that Hypothesis finds; None if all scenarios pass, or none can be drawn."""
     failures: list[Failed] = []
@@ -192,7 +193,7 @@ def smallest_failure(
         print_blob=False,
     )
     @hypothesis.given(scenarios)
-    def try_one(scenario: Scenario) -> None:
+    def try_one(scenario: Case) -> None:
         nonlocal shrinks_left
         if failures:
             shrinks_left -= 1
