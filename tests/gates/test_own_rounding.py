@@ -36,7 +36,7 @@ def step(model: nn.Module, batch: torch.Tensor, rank: Rank, shift: float, factor
 def gate(ranks, **options):
     batch = lambda n: torch.randn(n, 4)  # noqa: E731
     train = functools.partial(step, **options)
-    assert_step_scales(ranks, train, build=build, batch=batch, reference=reference, sizes=[4], max_examples=8)
+    assert_step_scales(ranks, train, build=build, batch=batch, reference=reference, sizes=[4], max_examples=4)
 
 
 def test_the_rounding_of_the_step_itself_is_no_difference(ranks, monkeypatch):

@@ -43,7 +43,7 @@ def test_trainings_that_do_not_recover_are_refuted(ranks, fault, words):
 
 
 def test_a_training_that_starts_again_from_whole_checkpoints_survives(ranks):
-    survive(ranks, from_checkpoints)
+    survive(ranks, from_checkpoints, max_examples=4)
 
 
 @pytest.mark.slow

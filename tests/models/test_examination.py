@@ -54,6 +54,7 @@ def test_a_right_model_is_equal_in_each_way_that_applies(ranks, net, ways):
     assert results["fsdp2"][0].columns == dict.fromkeys(columns, "equal")
 
 
+@pytest.mark.slow
 def test_context_parallelism_is_equal_where_the_model_takes_positions(ranks):
     result, error = examination(ranks, "Causal").try_way("cp")
     assert (result.status, result.columns["gradients"], error) == ("equal", "equal", None)
