@@ -98,7 +98,7 @@ def assert_bitwise(
         failures = {rank: verdict.failure for rank, verdict in enumerate(verdicts) if verdict.failure is not None}
         if failures:
             failure = next(iter(failures.values()))
-            changed = failure.what or WAYS.get(failure.way, f"the function {failure.way!r} of others")
+            changed = failure.change or WAYS.get(failure.way, f"the function {failure.way!r} of others")
             report = Report(
                 f"{name_of(run)} gives other bits: {changed}",
                 {"world size": size, **({"ranks": ", ".join(map(str, failures))} if size > 1 else {})},

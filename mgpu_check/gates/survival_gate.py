@@ -24,7 +24,7 @@ from mgpu_check.gates.gate_arguments import (
 from mgpu_check.gates.search.scenario_search import smallest_failure
 
 if TYPE_CHECKING:
-    from mgpu_check.gates.run.survival import Ending, Event, Restart, Training, Worker
+    from mgpu_check.gates.run.survival import Ending, Event, Training, Worker
 
 _GATE = "assert_survives"
 _EVENTS = {"kill": "killed", "stop": "stopped for a second", "slow": "slow for 20 calls"}
@@ -97,7 +97,7 @@ def assert_survives(
     reasons = check_unjudged(_GATE, unjudged)
     sizes = world_sizes_of(ranks, sorted({2, ranks.size}) if world_sizes is None else world_sizes)
     for size in sizes:
-        training = Training(train, size, _restart(restart), float(timeout))
+        training = Training(train, size, restart, float(timeout))  # type: ignore[arg-type]  # checked above
         trials = _Trials(ranks, training, reasons, samples)
         failure = _of_kills(trials, max_examples // 2) if "kill" in kinds else None
         if failure is None:
@@ -113,10 +113,6 @@ def assert_survives(
             raise ScalingMismatch(str(report), ranks=failure.ranks, site=report.site)
         if trials.missed:
             ranks._not_seen(_GATE, f"{trials.missed} drawn events: the rank made fewer calls than without events")
-
-
-def _restart(text: str) -> Restart:
-    return text  # type: ignore[return-value]  # checked above
 
 
 @dataclass(frozen=True)

@@ -68,14 +68,14 @@ class OtherBits:
 
     Attributes:
         way: a key of `WAYS`, or of `others`.
-        what: which samples, or which world size; "" if the way says it all.
+        change: which samples, or which world size; "" if the way says it all.
         result: the first result that differs, with its element and both values.
         facts: what else is known, a line each.
         site: the line of the first operator; "" if it is unknown.
     """
 
     way: str
-    what: str
+    change: str
     result: str
     facts: tuple[str, ...] = ()
     site: str = ""
@@ -110,7 +110,7 @@ class _Comparison:
     """Results that should have equal bits, and the run that made the second ones; None if no run explains them."""
 
     way: str
-    what: str
+    change: str
     expected: Results
     results: Results
     run: _Run | None
@@ -167,8 +167,8 @@ class _Examination:
             elif way == "order":
                 self.not_compared.append("order: only simulated devices can change the order of additions (--simulate)")
             elif way == "ranks" and of_one_device is not None:
-                what = f"world size {self.rank.size} gives other bits than one device"
-                yield _Comparison(way, what, of_one_device if base else {}, base, None)
+                change = f"world size {self.rank.size} gives other bits than one device"
+                yield _Comparison(way, change, of_one_device if base else {}, base, None)
             elif way in ("batch_size", "position"):
                 yield from self._of_samples(way, base)
         for name, other in self.declaration.others.items():
@@ -185,12 +185,12 @@ class _Examination:
         names = self._of_each_sample(way, base, count)
         batch = self._whole.batch
         for rows in parts if way == "batch_size" else (range(count)[::-1],):
-            what = f"samples {_span(rows)} alone" if way == "batch_size" else f"{count} samples in reversed order"
+            change = f"samples {_span(rows)} alone" if way == "batch_size" else f"{count} samples in reversed order"
             chosen = with_tensors(batch, [t[list(rows)] for t in tensors_of(batch)])
             run = replace(self._whole, batch=chosen, rows=rows)
             results = self._results(run)
             expected = {name: base[name][list(rows)] for name in names}
-            yield _Comparison(way, what, expected, {name: results[name] for name in names if name in results}, run)
+            yield _Comparison(way, change, expected, {name: results[name] for name in names if name in results}, run)
 
     def _of_each_sample(self, way: str, base: Results, count: int) -> list[str]:
         """Return the results with the samples as their first dimension."""
@@ -258,13 +258,13 @@ class _Examination:
 
 
 def _compared(comparison: _Comparison) -> OtherBits | None:
-    way, what, expected, results = comparison.way, comparison.what, comparison.expected, comparison.results
+    way, change, expected, results = comparison.way, comparison.change, comparison.expected, comparison.results
     if odd := expected.keys() ^ results.keys():
         names = ", ".join(sorted(odd)[:4]) or "the result"
-        return OtherBits(way, what, f"{names}: only one of the two runs returns it")
+        return OtherBits(way, change, f"{names}: only one of the two runs returns it")
     for name in expected:
         if (text := difference(name or "the result", expected[name], results[name])) is not None:
-            return OtherBits(way, what, text)
+            return OtherBits(way, change, text)
     return None
 
 

@@ -114,9 +114,9 @@ class Ending:
 class _Calls:
     """Counts the calls of this worker, announces each, and lets the events of this worker strike."""
 
-    def __init__(self, events: Sequence[Event], made: int, pipe: connection.Connection) -> None:
+    def __init__(self, events: Sequence[Event], earlier: int, pipe: connection.Connection) -> None:
         self._events = {event.call: event.kind for event in events}
-        self._made, self.pipe, self._slow_until = made, pipe, 0
+        self._number, self.pipe, self._slow_until = earlier, pipe, 0
         self.over = False  # set when the training has returned: to pickle a tensor calls `torch.save`
 
     def __call__(self, name: str) -> EventKind | None:
@@ -124,7 +124,7 @@ class _Calls:
         if self.over:
             return None
         file, line = calling_line()
-        number, self._made = self._made, self._made + 1
+        number, self._number = self._number, self._number + 1
         kind = self._events.get(number)
         self.tell("call", f"{name} ({relative(file)}:{line})" if file else name)
         if kind == "slow":
@@ -376,8 +376,8 @@ class _Run:
         )
 
     def _is_struck(self, rank: int) -> bool:
-        made = len(self.ending.calls[rank])
-        return any(e.kind == "kill" and e.rank == rank and e.call < made for e in self.events)
+        count = len(self.ending.calls[rank])
+        return any(e.kind == "kill" and e.rank == rank and e.call < count for e in self.events)
 
     def _fails(self, process: _Process) -> None:
         kind, value = process.outcome or ("", None)

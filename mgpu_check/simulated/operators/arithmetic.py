@@ -313,14 +313,14 @@ def _matmul(name: str, a: Arguments) -> Values:
     if not first.is_floating_point() or first.layout is not torch.strided or second.layout is not torch.strided:
         return None
     if second.dim() == 1:
-        made = product(first if first.dim() == 2 else first.unsqueeze(0), second.unsqueeze(1)).squeeze(-1)
-        made = made if first.dim() == 2 else made.squeeze(0)
+        result = product(first if first.dim() == 2 else first.unsqueeze(0), second.unsqueeze(1)).squeeze(-1)
+        result = result if first.dim() == 2 else result.squeeze(0)
     else:
-        made = product(first, second)
+        result = product(first, second)
     if "beta" not in a:
-        return made
-    made = made if a["alpha"] == 1 else made * a["alpha"]
-    return made if a["beta"] == 0 else made + _accumulated(a["self"]) * a["beta"]
+        return result
+    result = result if a["alpha"] == 1 else result * a["alpha"]
+    return result if a["beta"] == 0 else result + _accumulated(a["self"]) * a["beta"]
 
 
 def _sum(x: Tensor, dims: Sequence[int] | None, keep: bool) -> Tensor:
@@ -338,11 +338,11 @@ def _sums(name: str, a: Arguments) -> Values:
     if not x.is_floating_point() or x.numel() < 2 or x.layout is not torch.strided:
         return None
     dims = a.get("dim")
-    made = _sum(x, [dims] if isinstance(dims, int) else dims, bool(a.get("keepdim")))
+    result = _sum(x, [dims] if isinstance(dims, int) else dims, bool(a.get("keepdim")))
     if name == "sum":
-        return made
-    count = x.numel() // max(made.numel(), 1)
-    return made * (made.new_ones(()) / count) if "reciprocal" in present.kinds else made / count
+        return result
+    count = x.numel() // max(result.numel(), 1)
+    return result * (result.new_ones(()) / count) if "reciprocal" in present.kinds else result / count
 
 
 def _cumsum(name: str, a: Arguments) -> Values:
@@ -352,9 +352,9 @@ def _cumsum(name: str, a: Arguments) -> Values:
         return None
     n = x.size(d)
     cut = 1 + int(_order(n - 1, x, varies=True)[0]) if present.varies else n // 2
-    left, right = x.split([cut, n - cut], d)
-    left = left.cumsum(d)
-    return torch.cat([left, right.cumsum(d) + left.narrow(d, cut - 1, 1)], d)
+    head, tail = x.split([cut, n - cut], d)
+    head = head.cumsum(d)
+    return torch.cat([head, tail.cumsum(d) + head.narrow(d, cut - 1, 1)], d)
 
 
 # -------------------------------------------------------------------------------------------------------- convolutions
@@ -378,19 +378,19 @@ def _convolution(name: str, a: Arguments) -> Values:
         return None
     compute, rest = _aten.convolution.default, _geometry(a)
     channels, axis = x.size(1), 0 if a["transposed"] else 1
-    made: Tensor
+    result: Tensor
     if "order" in present.kinds and a["groups"] == 1 and channels > 1:  # the second half of the channels first
         order = _order(channels, x, *x.shape)
         parts = zip(x.index_select(1, order).chunk(2, 1), w.index_select(axis, order).chunk(2, axis), strict=True)
         first, second = (compute(of_x, of_w, None, *rest) for of_x, of_w in parts)
-        made = second + first
+        result = second + first
     elif "order" in present.kinds and x.dtype is torch.float32:
-        made = compute(x.double(), w.double(), None, *rest)
+        result = compute(x.double(), w.double(), None, *rest)
     else:
-        made = compute(x, w, None, *rest)
-    made = made + 0.0 if "zeros" in present.kinds else made
+        result = compute(x, w, None, *rest)
+    result = result + 0.0 if "zeros" in present.kinds else result
     bias: Tensor | None = a["bias"]
-    return made if bias is None else made + bias.to(made.dtype).view(1, -1, *[1] * (made.dim() - 2))
+    return result if bias is None else result + bias.to(result.dtype).view(1, -1, *[1] * (result.dim() - 2))
 
 
 def _convolution_backward(name: str, a: Arguments) -> Values:
@@ -570,10 +570,10 @@ def _cast(name: str, a: Arguments) -> Values:
     outside = high | low | wide.isnan()
     if not bool(outside.any()):
         return None
-    made: Tensor = wide.masked_fill(outside, 0.0).to(dtype).masked_fill_(high, limits.max)
-    made.masked_fill_(low, limits.min)
+    result: Tensor = wide.masked_fill(outside, 0.0).to(dtype).masked_fill_(high, limits.max)
+    result.masked_fill_(low, limits.min)
     like: Tensor = a["self"]
-    return made.expand(like.shape)
+    return result.expand(like.shape)
 
 
 def _division(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
@@ -604,10 +604,12 @@ def _extreme(name: str, a: Arguments) -> Values:
 def joined_extreme(x: Tensor, y: Tensor, low: bool, ignores_nan: bool = False) -> Tensor:
     """Return the maximum, or with `low` the minimum, where +0.0 is above -0.0 (PTX ISA)."""
     if ignores_nan:
-        made = x.fmin(y) if low else x.fmax(y)
+        result = x.fmin(y) if low else x.fmax(y)
     else:
-        made = x.minimum(y) if low else x.maximum(y)
-    return torch.where((x == 0) & (y == 0), -(-x + -y) if low else x + y, made) if "zeros" in present.kinds else made
+        result = x.minimum(y) if low else x.maximum(y)
+    return (
+        torch.where((x == 0) & (y == 0), -(-x + -y) if low else x + y, result) if "zeros" in present.kinds else result
+    )
 
 
 _NAN = {
@@ -785,7 +787,7 @@ _ROWS = (
     _row("layout", "nonzero", _contiguous),
     _row("nondeterministic", f"{_WITHOUT_DETERMINISTIC} {_PRODUCTS}", _refused),
 )
-"""From the inside to the outside: a later row wraps what an earlier one has made."""
+"""From the inside to the outside: a later row wraps the kernels of an earlier one."""
 
 
 def imitated(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
