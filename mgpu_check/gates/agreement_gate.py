@@ -22,14 +22,23 @@ from mgpu_check.gates.comparison.relations import relations_of
 from mgpu_check.gates.explanation.failure_report import Failure, report_of
 from mgpu_check.gates.explanation.investigation import failure_of, hang_of, shrunk_to_axes
 from mgpu_check.gates.gate_arguments import Program, RanksFixture, check_arguments, first_line, raise_unusable
-from mgpu_check.gates.run.measurement import ROUNDOFF, Variation, alike, rounding_seen, run_varied, wide
+from mgpu_check.gates.run.measurement import (
+    MOVED_BATCH,
+    ROUNDOFF,
+    Variation,
+    alike,
+    finite,
+    granted_on_ranks,
+    run_varied,
+    wide,
+)
 from mgpu_check.gates.run.states import explained_by_rounding
 from mgpu_check.gates.run.step_runs import run_traced
 from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Family, Sizes, families, smallest_failure
 from mgpu_check.gates.search.scenarios import Place, Scenario, check_places
 from mgpu_check.gates.search.trials import Effort, Tolerance, Trial, Trials, key_of, try_seeds
 from mgpu_check.numerics.placement import Placement
-from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with
+from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least
 from mgpu_check.processes.rank_lists import few
 
 _GATE = "assert_steps_agree"
@@ -247,20 +256,18 @@ class OnRanks:
     def _measure(self, scenario: Scenario, deep: bool, effort: Effort) -> Expected:
         runs = self.run(scenario)
         expected = Expected(runs[0], None, provisional=effort is not Effort.IN_FULL)
-        single = _finite(runs[0].values)
+        single = finite(runs[0].values)
         # Rounding in float32 rarely decides the sign of a gradient, so the first measurement does without.
         nudged = effort is not Effort.PROVISIONAL and any(run.nonlinear for run in runs)
         spread = deviations(sum(value.numel() for value in single.values()))
         try:
             moved = self._perturbed(scenario, spread, PAIRS if effort is Effort.IN_FULL else 1, nudged)
-            granted = granted_at_least(single, [_finite(run.values) for run in moved], ROUNDOFF, spread)
+            of_batch = None if effort is Effort.PROVISIONAL else self.run(scenario, MOVED_BATCH)[0]
+            granted = granted_on_ranks(runs[0], moved, spread, of_batch)
             exact: _Values = single
-            if effort is not Effort.PROVISIONAL:
-                moved_run = self.run(scenario, Variation(1.0, -1, batch_only=True))[0]
-                granted = granted_with(granted, single, rounding_seen(runs[0], moved_run) or {})
             if effort is Effort.IN_FULL:
                 exact = self._exact(scenario, expected)
-                measured = assess(exact, [single], [_finite(run.values) for run in moved], ROUNDOFF, spread)
+                measured = assess(exact, [single], [finite(run.values) for run in moved], ROUNDOFF, spread)
                 granted = {name: torch.maximum(value, granted[name]) for name, value in measured.tolerance.items()}
         except (RankFailure, RankHang) as error:
             exact = single
@@ -292,7 +299,7 @@ class OnRanks:
         if exact is plain or not alike(plain, exact):
             expected.remarks.append("the step does not run in float64, so tolerances are those of its own precision")
             exact = plain
-        return {name: value.double() for name, value in _finite(exact.values).items()}
+        return {name: value.double() for name, value in finite(exact.values).items()}
 
     def traces(self, scenario: Scenario) -> list[RankTrace]:
         case = self.case(scenario)
@@ -303,10 +310,10 @@ class OnRanks:
         expected.drawn = self.traces(scenario)[0].drawn
         plain, *moved = (self.run(scenario, Variation(by, deep=True))[0].snapshots for by in (0.0, spread, -spread))
         for step, stage in enumerate(plain):
-            others = [_finite(snapshots[step]) for snapshots in moved if step < len(snapshots)]
+            others = [finite(snapshots[step]) for snapshots in moved if step < len(snapshots)]
             single = {
                 name: value
-                for name, value in _finite(stage).items()
+                for name, value in finite(stage).items()
                 if all(name in perturbed and perturbed[name].shape == value.shape for perturbed in others)
             }
             granted = granted_at_least(single, others, ROUNDOFF, 2 * spread)
@@ -380,11 +387,6 @@ def _with_both(expected: Expected, own: Expected) -> Expected:
         if name in tolerance and tolerance[name].shape == value.shape:
             tolerance[name] = tolerance[name] + value
     return replace(expected, tolerance=tolerance)
-
-
-def _finite(values: _Values) -> dict[Result, torch.Tensor]:
-    """Return the floating-point values, in float32 at least, with zeros in place of infinities and NaN."""
-    return {name: torch.where(value.isfinite(), value, 0.0) for name, value in wide(values).items()}
 
 
 @dataclass

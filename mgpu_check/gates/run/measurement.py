@@ -89,6 +89,10 @@ class Variation:
     nudged: bool = False
 
 
+MOVED_BATCH = Variation(1.0, -1, batch_only=True)
+"""Shows what rounding within operators adds: a batch that is moved by one roundoff."""
+
+
 def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Variation) -> ObservedRun:
     run = functools.partial(_run, rank, program, scenario)
     if not variation.nudged:
@@ -443,6 +447,23 @@ def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
     """Return the floating-point values, with narrow dtypes widened to float32."""
     floating = {name: value for name, value in values.items() if value.is_floating_point()}
     return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
+
+
+def finite(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
+    """Return the floating-point values, in float32 at least, with zeros in place of infinities and NaN."""
+    return {name: torch.where(value.isfinite(), value, 0.0) for name, value in wide(values).items()}
+
+
+def granted_on_ranks(
+    plain: ObservedRun, moved_runs: Sequence[ObservedRun], spread: float, of_batch: ObservedRun | None
+) -> dict[Result, torch.Tensor]:
+    """Return how far rounding may move the results of a step on its ranks; see `granted_at_least`.
+
+    `moved_runs`: perturbed by `spread` roundoffs. `of_batch`: the run of `MOVED_BATCH`, if there is one.
+    """
+    single = finite(plain.values)
+    granted = steps.granted_at_least(single, [finite(run.values) for run in moved_runs], ROUNDOFF, spread)
+    return granted if of_batch is None else steps.granted_with(granted, single, rounding_seen(plain, of_batch) or {})
 
 
 def alike(run: ObservedRun, other_run: ObservedRun) -> bool:

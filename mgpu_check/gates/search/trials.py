@@ -37,7 +37,7 @@ from mgpu_check.gates.run.step_runs import run_step, run_traced_alone
 from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, place_in, where_is
 from mgpu_check.numerics.placement import Unplaced
-from mgpu_check.numerics.steps import deviations, granted_at_least, granted_with
+from mgpu_check.numerics.steps import deviations, granted_with
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.switches import some_threads
 from mgpu_check.torch_hooks.tensors import digest_of
@@ -309,7 +309,7 @@ class Trials:
         """Return the expectation with room for the rounding of the step itself; None if the results are farther away.
 
         One device may compute in another way, such as without the shift of a softmax, and round less. So the step is
-        perturbed on the ranks, as it was on one device. Its rounding there counts up to `_OWN_ROUNDING` times the
+        perturbed on the ranks, too. Its rounding there counts up to `_OWN_ROUNDING` times the
         tolerance: more would hide a rounding to a narrower dtype.
         """
         if self.tolerance is not None or not self.one_device:
@@ -318,9 +318,9 @@ class Trials:
         if not self.compared(replace(expected, tolerance=farthest), runs).holds:
             return None
         spread = deviations(sum(value.numel() for value in runs[0].values.values()))
-        varied = [Variation(), Variation(spread), Variation(-spread), Variation(1.0, -1, batch_only=True)]
+        varied = [Variation(), Variation(spread), Variation(-spread), measurement.MOVED_BATCH]
         try:
-            plain, *moved, slightly_moved = (
+            plain, *moved, of_batch = (
                 self.assembled(scenario, self.run_on_ranks(self.program, scenario, how, by=measurement.run_varied))[0]
                 for how in varied
             )
@@ -328,9 +328,7 @@ class Trials:
             return None
         if not all(measurement.alike(plain, run) for run in moved):
             return None
-        single, *others = (measurement.wide(run.values) for run in (plain, *moved))
-        granted = granted_at_least(single, others, measurement.ROUNDOFF, spread)
-        granted = granted_with(granted, single, measurement.rounding_seen(plain, slightly_moved) or {})
+        granted = measurement.granted_on_ranks(plain, moved, spread, of_batch)
         tolerance = {
             name: value if name not in granted else value + torch.minimum(granted[name], farthest[name])
             for name, value in expected.tolerance.items()
