@@ -15,6 +15,7 @@ from mgpu_check.gates.gate_arguments import (
     raise_unusable,
     world_sizes_of,
 )
+from mgpu_check.gates.run.bits import WAYS, Declaration, examine
 
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
@@ -66,8 +67,6 @@ def assert_bitwise(
             ``.site`` is the line that calls it.
         ValueError: an argument is wrong, or results cannot be compared.
     """
-    from mgpu_check.gates.run.bits import WAYS, Declaration, examine
-
     functions = {"run": run, "batch": batch, **{f"others[{name!r}]": other for name, other in (others or {}).items()}}
     for name, value in functions.items():
         if not callable(value):

@@ -21,6 +21,7 @@ from mgpu_check.gates.gate_arguments import (
     raise_unusable,
     world_sizes_of,
 )
+from mgpu_check.gates.run.bits import Results, difference_of_results
 from mgpu_check.gates.search.scenario_search import smallest_failure
 
 if TYPE_CHECKING:
@@ -132,10 +133,7 @@ def _of_kills(trials: _Trials, lines: int) -> _Failure | None:
 
     of_line: dict[str, tuple[int, list[int]]] = {}
     for rank, names in trials.calls.items():
-        for number, name in enumerate(names):
-            owner, numbers = of_line.setdefault(name, (rank, []))
-            if owner == rank:
-                numbers.append(number)
+        of_line = {line: (rank, numbers) for line, numbers in _by_line(names).items()} | of_line
     for rank, numbers in sorted(of_line.values(), key=lambda entry: len(entry[1]))[:lines]:
         for call in dict.fromkeys((numbers[0], numbers[-1])):
             if (failure := trials.run((Event("kill", rank, call),))) is not None:
@@ -144,14 +142,20 @@ def _of_kills(trials: _Trials, lines: int) -> _Failure | None:
     return None
 
 
+def _by_line(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return the numbers of the calls of each line."""
+    of_line: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        of_line.setdefault(name, []).append(number)
+    return of_line
+
+
 def _plans(calls: Mapping[int, Sequence[str]], kinds: Sequence[str]) -> st.SearchStrategy[tuple[Event, ...]]:
     """Return plans of one or two events, which shrink to early ones. All lines that make calls are equally likely."""
     from mgpu_check.gates.run.survival import Event
 
     def call_of(rank: int) -> st.SearchStrategy[int]:
-        of_line: dict[str, list[int]] = {}
-        for number, name in enumerate(calls[rank]):
-            of_line.setdefault(name, []).append(number)
+        of_line = _by_line(calls[rank])
         return st.sampled_from(list(of_line)).flatmap(lambda name: st.sampled_from(of_line[name]))
 
     @st.composite
@@ -169,10 +173,7 @@ class _Trials:
     def __init__(
         self, ranks: RanksFixture, training: Training, unjudged: Mapping[str, str], samples: str | None
     ) -> None:
-        from mgpu_check.gates.run.bits import difference
-
         self._ranks, self._training, self._unjudged, self._samples = ranks, training, unjudged, samples
-        self._difference = difference
         self._judged: dict[tuple[Event, ...], _Failure | None] = {}
         self.missed = self.runs = 0  # events that did not happen; runs with events
         self._undisturbed, again = self._ended(()), self._ended(())
@@ -242,14 +243,13 @@ class _Trials:
             alone = self._training.restart == "none" and ending is not self._undisturbed
             results = ending.results[rank]
             expected = ending.results[left[0]] if alone else self._undisturbed.results[rank]
-            for name in expected.keys() | results.keys():
-                if any(fnmatchcase(name, pattern) for pattern in self._unjudged):
-                    continue
-                if name not in expected or name not in results:
-                    return rank, f"only one of the two has {name}"
-                if (text := self._difference(name or "the result", expected[name], results[name])) is not None:
-                    return rank, text
+            if (text := difference_of_results(self._judged_of(expected), self._judged_of(results))) is not None:
+                return rank, text
         return None
+
+    def _judged_of(self, results: Results) -> Results:
+        judged = (name for name in results if not any(fnmatchcase(name, pattern) for pattern in self._unjudged))
+        return {name: results[name] for name in judged}
 
     def _wrong_samples(self, ending: Ending) -> str:
         """Return how the counts of samples are wrong; "" if they are as declared."""

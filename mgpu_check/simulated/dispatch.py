@@ -308,12 +308,11 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     )
 
 
-def use_arithmetic(chosen: arithmetic.Arithmetic) -> arithmetic.Arithmetic:
-    """Compute so from now on, in this process; return the arithmetic before."""
-    before, arithmetic.present = arithmetic.present, chosen
-    if before.kinds != chosen.kinds:
+def use_arithmetic(chosen: arithmetic.Arithmetic) -> None:
+    """Compute so from now on, in this process."""
+    if arithmetic.present.kinds != chosen.kinds:
         _inspect.cache_clear()
-    return before
+    arithmetic.present = chosen
 
 
 def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

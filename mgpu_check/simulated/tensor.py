@@ -75,6 +75,15 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Number of dimensions -> the memory format with the channels last."""
+
+
+def is_channels_last(t: torch.Tensor) -> bool:
+    last = CHANNELS_LAST.get(t.dim())
+    return last is not None and not t.is_contiguous() and t.is_contiguous(memory_format=last)
+
+
 class SimulatedTensor(torch.Tensor):
     """A tensor on a simulated ``cuda:i``.
 

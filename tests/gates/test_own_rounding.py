@@ -33,8 +33,11 @@ def step(model: nn.Module, batch: torch.Tensor, rank: Rank, shift: float, factor
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
 
+def batch(n: int) -> torch.Tensor:
+    return torch.randn(n, 4)
+
+
 def gate(ranks, **options):
-    batch = lambda n: torch.randn(n, 4)  # noqa: E731
     train = functools.partial(step, **options)
     assert_step_scales(ranks, train, build=build, batch=batch, reference=reference, sizes=[4], max_examples=4)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.torch_hooks.collectives import recorder
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
+from mgpu_check.torch_hooks.patches import temporarily
 from mgpu_check.torch_hooks.switches import seed_everything
 from mgpu_check.torch_hooks.tensors import as_bits, digest_of, plain_copy
 
@@ -132,9 +135,10 @@ class _Examination:
 
     def verdict(self, of_one_device: Results | None) -> Verdict:
         base = self._results(self._whole)
-        failure = None
+        failure: OtherBits | None = None
         for comparison in self._comparisons(base, of_one_device):
-            failure = _compared(comparison)
+            text = difference_of_results(comparison.expected, comparison.results)
+            failure = None if text is None else OtherBits(comparison.way, comparison.change, text)
             if self._on_any_rank(failure is not None):
                 facts, site = self._facts(comparison)
                 failure = failure and replace(failure, facts=facts, site=site)
@@ -162,7 +166,7 @@ class _Examination:
         for way in self.declaration.unchanged:
             if way == "repeated":
                 yield self._comparison(way, base, self._whole)
-            elif way == "order" and _is_simulated():
+            elif way == "order" and self._other_order is not None:
                 yield self._comparison(way, base, replace(self._whole, arithmetic=self._other_order))
             elif way == "order":
                 self.not_compared.append("order: only simulated devices can change the order of additions (--simulate)")
@@ -242,59 +246,46 @@ class _Examination:
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms(True) is on, and does not cover this"
         variable = "CUBLAS_WORKSPACE_CONFIG"
-        before = os.environ.get(variable)
-        os.environ[variable] = before or ":4096:8"
-        torch.use_deterministic_algorithms(True)
-        try:
-            first, second = self._results(self._whole), self._results(self._whole)
-            same = _compared(_Comparison("", "", first, second, None)) is None
-            verdict = "have equal bits" if same else "differ, too"
-            return f"with torch.use_deterministic_algorithms(True) two calls {verdict}"
-        except RuntimeError as error:
-            return f"torch.use_deterministic_algorithms(True) raises: {str(error).splitlines()[0]:.100}"
-        finally:
-            torch.use_deterministic_algorithms(False)
-            os.environ.pop(variable) if before is None else os.environ.update({variable: before})
+        with (
+            mock.patch.dict(os.environ, {variable: os.environ.get(variable, ":4096:8")}),
+            temporarily(torch.use_deterministic_algorithms, True, False),
+        ):
+            try:
+                differs = difference_of_results(self._results(self._whole), self._results(self._whole))
+            except RuntimeError as error:
+                return f"torch.use_deterministic_algorithms(True) raises: {str(error).splitlines()[0]:.100}"
+        verdict = "have equal bits" if differs is None else "differ, too"
+        return f"with torch.use_deterministic_algorithms(True) two calls {verdict}"
 
 
-def _compared(comparison: _Comparison) -> OtherBits | None:
-    way, change, expected, results = comparison.way, comparison.change, comparison.expected, comparison.results
+def difference_of_results(expected: Results, results: Results) -> str | None:
+    """Return how the first result that differs does so; None if the bits of all are equal."""
     if odd := expected.keys() ^ results.keys():
         names = ", ".join(sorted(odd)[:4]) or "the result"
-        return OtherBits(way, change, f"{names}: only one of the two runs returns it")
-    for name in expected:
-        if (text := difference(name or "the result", expected[name], results[name])) is not None:
-            return OtherBits(way, change, text)
-    return None
-
-
-def _is_simulated() -> bool:
-    from mgpu_check.simulated import simulated_device_count
-
-    return simulated_device_count() is not None
+        return f"{names}: only one of the two runs returns it"
+    texts = (_difference(name or "the result", value, results[name]) for name, value in expected.items())
+    return next(filter(None, texts), None)
 
 
 def _arithmetic(settings: ArithmeticSettings) -> Arithmetic | None:
-    if not _is_simulated():
+    """Return a new arithmetic for simulated devices; None on real ones."""
+    from mgpu_check import simulated
+
+    if simulated.simulated_device_count() is None:
         return None
     from mgpu_check.simulated.operators import arithmetic
 
     return arithmetic.Arithmetic(settings)
 
 
-@contextlib.contextmanager
-def _computing(arithmetic: Arithmetic | None) -> Iterator[None]:
+def _computing(chosen: Arithmetic | None) -> AbstractContextManager[object]:
     """Let simulated devices compute so."""
-    if arithmetic is None:
-        yield
-        return
+    if chosen is None:
+        return contextlib.nullcontext()
     from mgpu_check.simulated import dispatch
+    from mgpu_check.simulated.operators import arithmetic
 
-    before = dispatch.use_arithmetic(arithmetic)
-    try:
-        yield
-    finally:
-        dispatch.use_arithmetic(before)
+    return temporarily(dispatch.use_arithmetic, chosen, arithmetic.present)
 
 
 def _span(rows: Sequence[int]) -> str:
@@ -309,7 +300,7 @@ def _listed(results: Results) -> str:
     return ", ".join(shapes[:4])
 
 
-def difference(name: str, expected: Any, value: Any) -> str | None:
+def _difference(name: str, expected: Any, value: Any) -> str | None:
     """Return how two results differ, with the first element and both values; None if their bits are equal."""
     if not isinstance(expected, torch.Tensor) or not isinstance(value, torch.Tensor):
         return (
@@ -409,7 +400,7 @@ class _Recorder(TorchDispatchMode):
         operands = tuple(self._bits(t) for t in tree_leaves((args, kwargs or {})) if isinstance(t, torch.Tensor))
         result = func(*args, **(kwargs or {}))
         if name in _UNINITIALIZED:
-            result.zero_()  # or its first bits, which nobody reads, would differ
+            result.zero_()  # or its first bits would differ, which are never read
             return result
         made = [] if func.namespace in _COLLECTIVES else [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         if func._schema.is_mutable and not made:  # such as of the foreach operators

@@ -47,7 +47,7 @@ Restart = Literal["all", "rank", "none"]
 
 _SEED = 11
 _STOPPED = 1.0  # seconds that a stopped worker does nothing
-_SLOW, _SLOW_CALLS = 0.05, 20  # seconds of delay for each of so many calls
+_SLOW, _SLOW_CALLS = 0.05, 20  # seconds that each call is late, and how many calls are
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ def _watch(calls: _Calls) -> None:
             calls.before(form.name)
         return record(function, form, args, kwargs)
 
-    recorder.call = recorded  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: calls.before("optimizer.step"))
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: calls.before("the end of optimizer.step"))
     patches = Patches()
+    patches.set(recorder, "call", recorded)
     patches.set(torch, "save", functools.wraps(torch.save)(functools.partial(_save, calls, torch.save)))
     for name in ("replace", "rename"):  # pathlib calls them, too
         patches.set(os, name, functools.partial(_move, calls, name, getattr(os, name)))
@@ -239,7 +239,7 @@ class _Process:
     process: Any
     pipe: connection.Connection
     record: IO[bytes]
-    outcome: tuple[str, Any] | None = None  # ("returned", results), ("raised", (error, line)), ("killed", signal)
+    outcome: tuple[str, Any] | None = None  # ("returned", results), ("raised", error and line), ("killed", exit code)
     wakes: float | None = None  # when a stopped process continues
 
     def position(self) -> str:
@@ -316,10 +316,11 @@ class _Run:
 
     def _listen(self) -> bool:
         """Take what workers say, and note those that ended; return whether one did something."""
-        running = {p.pipe: p for p in self.processes.values() if p.outcome is None}
-        ready = connection.wait(list(running), timeout=0.05)
-        for pipe in ready:
-            process = running[pipe]  # type: ignore[index]
+        running = [process for process in self.processes.values() if process.outcome is None]
+        ready = connection.wait([process.pipe for process in running], timeout=0.05)
+        for process in running:
+            if process.pipe not in ready:
+                continue
             try:
                 kind, value = pickle.loads(process.pipe.recv_bytes())
             except (EOFError, OSError, pickle.UnpicklingError):
@@ -334,11 +335,11 @@ class _Run:
             else:
                 process.outcome = kind, value
                 self.finished.append(process)
-        for process in running.values():
+        for process in running:
             if process.wakes is not None and time.monotonic() >= process.wakes:
                 process.wakes = None
                 os.kill(process.process.pid, signal.SIGCONT)
-        return bool(ready) or any(process.wakes is not None for process in running.values())
+        return bool(ready) or any(process.wakes is not None for process in running)
 
     def _recover(self) -> None:
         """Restart what an event has killed, or say why the run has failed."""

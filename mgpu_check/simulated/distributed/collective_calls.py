@@ -20,15 +20,9 @@ import torch.distributed as dist
 
 from mgpu_check.simulated.cuda.streams import Late, hold_outstanding, poison
 from mgpu_check.simulated.distributed import ring_sums
-from mgpu_check.simulated.tensor import SimulatedTensor, raw
+from mgpu_check.simulated.tensor import SimulatedTensor, is_channels_last, raw
 from mgpu_check.torch_hooks.collective_table import METHODS
 from mgpu_check.torch_hooks.patches import temporarily
-
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def is_channels_last(t: torch.Tensor) -> bool:
-    return t.dim() in _FORMATS and not t.is_contiguous() and t.is_contiguous(memory_format=_FORMATS[t.dim()])
 
 
 @dataclass
@@ -304,7 +298,7 @@ def _prepared(t: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
 
 def _operands_of_ranks(call: TransferCall, pg: dist.ProcessGroup, mine: torch.Tensor) -> tuple[dist.Work, Tensors]:
     """Start to gather the operands of a reduction; return them in the order of ranks, to be read after the work."""
-    flat = ring_sums.operand(mine, call.op, pg.size())
+    flat = ring_sums.operand(_prepared(mine, call.op)[0], call.op, pg.size())
     rows = torch.empty(pg.size() * flat.numel(), dtype=flat.dtype)
     work = _on_gloo(call, "_allgather_base", pg, _movable(rows), _movable(flat), call.options(_c10d.AllgatherOptions))
     return work, list(rows.view(pg.size(), -1))

@@ -28,7 +28,6 @@ from mgpu_check.simulated.distributed.collective_calls import (
     LateWork,
     Staging,
     TransferCall,
-    is_channels_last,
     parser_of,
     without_self,
 )
@@ -42,7 +41,7 @@ from mgpu_check.simulated.distributed.process_groups import (
     nccl_of,
 )
 from mgpu_check.simulated.node import active_node, device_index
-from mgpu_check.simulated.tensor import SimulatedTensor, tensors_in
+from mgpu_check.simulated.tensor import SimulatedTensor, is_channels_last, tensors_in
 from mgpu_check.torch_hooks.collective_table import METHODS
 from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import is_pending

@@ -37,13 +37,10 @@ def differs(tensor: Tensor, op: Any) -> bool:
 
 
 def operand(tensor: Tensor, op: Any, ranks: int) -> Tensor:
-    """Return a flat copy of an operand, with the factor that NCCL multiplies before it adds (ncclDevPreMulSum)."""
+    """Return a flat copy of an operand; of AVG, with the factor that NCCL multiplies first (ncclDevPreMulSum)."""
     flat = tensor.reshape(-1)
     if op == _Op.AVG and ranks > 1:
         return flat * flat.new_full((), 1 / ranks)
-    if op == _Op.PREMUL_SUM:
-        factor = op.__getstate__()[1]
-        return (flat * (factor.item() if isinstance(factor, Tensor) else factor)).to(flat.dtype)
     return flat.clone()
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from mgpu_check.option_values import ArithmeticSettings
 from mgpu_check.simulated.operators.generators import drawn_permutation
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, tensors_in
+from mgpu_check.simulated.tensor import CHANNELS_LAST, SimulatedTensor, is_channels_last, mapped, raw, tensors_in
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
 Kernel = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -40,7 +41,6 @@ _WIDER = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
 }
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _LARGEST_PERMUTATION = 4096  # terms; larger sums are added in pieces alone
 _SPLIT_K_TERMS, _SPLIT_K_OUTPUTS = 512, 128 * 128
 """cuBLAS splits the terms of a product with many terms and few outputs."""
@@ -50,7 +50,7 @@ class Arithmetic:
     """The kinds that are on in this process, and the orders of their additions."""
 
     def __init__(self, settings: ArithmeticSettings) -> None:
-        self.settings, self.kinds = settings, settings.kinds
+        self.kinds = settings.kinds
         self._permutations: dict[tuple[int, ...], Tensor] = {}
         self._seed = settings.seed or 0
         self._of_calls = int.from_bytes(os.urandom(7), "little") if settings.seed is None else settings.seed
@@ -88,19 +88,13 @@ def _outside_torch() -> Iterator[None]:
         yield
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, SimulatedTensor):
-        return raw(value)
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
-
-
 def _bound(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Arguments) -> Arguments:
     bound = {}
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
-            bound[argument.name] = _plain(args[position])
+            bound[argument.name] = mapped(args[position], raw)
         elif argument.name in kwargs:
-            bound[argument.name] = _plain(kwargs[argument.name])
+            bound[argument.name] = mapped(kwargs[argument.name], raw)
         elif argument.has_default_value():
             bound[argument.name] = argument.default_value
     return bound
@@ -189,12 +183,10 @@ def _name(func: torch._ops.OpOverload) -> str:
 
 
 def _wide(value: Any) -> Any:
-    """Return arguments in float64."""
-    if isinstance(value, Tensor):
-        return value.to(_WIDER[value.dtype]) if value.dtype in _WIDER and value.layout is torch.strided else value
+    """Return an argument in float64."""
     if isinstance(value, torch.dtype):
         return _WIDER.get(value, value)
-    return type(value)(map(_wide, value)) if type(value) in (list, tuple) else value
+    return mapped(value, lambda t: t.to(_WIDER[t.dtype]) if t.dtype in _WIDER and t.layout is torch.strided else t)
 
 
 _UNSCALED = frozenset({"grad_scale", "found_inf"})  # of optimizers: they stay float32
@@ -481,7 +473,8 @@ def _by_chance(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
         targets = [raw(t) for t in _written(func, args, kwargs, out) if t.is_floating_point()]
         with _outside_torch():
             kept = [t.clone() for t in targets]
-            exact = _written(func, args, kwargs, once(*_plain(args), **{k: _plain(v) for k, v in kwargs.items()}))
+            named = {name: mapped(value, raw) for name, value in kwargs.items()}
+            exact = _written(func, args, kwargs, once(*mapped(args, raw), **named))
             for target, own, rounded in zip(targets, kept, map(raw, exact), strict=False):
                 chance = _order(own.numel(), own, varies=True).view(own.shape) % 2 == 0
                 target.copy_(torch.where(chance, own, rounded))
@@ -513,7 +506,7 @@ _EXACT_POWERS = (0, 1, 2, 3, 0.5, -0.5, -1, -2)  # pow has kernels of their own 
 
 def nudged(t: Tensor, most: int) -> Tensor:
     """Return values moved by up to `most` ulp, as a function of their bits; whole numbers, inf and NaN stay."""
-    bits = t.contiguous().view(_INTEGERS[t.dtype])
+    bits = t.contiguous().view(INTEGER_OF_SIZE[t.itemsize])
     wide = bits.long()
     mixed = (((wide ^ (wide >> 11)) * 0x9E3779B97F4A7C1) >> 24) & 0xFFFF
     far = mixed & 0xF000 == 0  # one of 16 has an error above one ulp
@@ -613,18 +606,17 @@ def joined_extreme(x: Tensor, y: Tensor, low: bool, ignores_nan: bool = False) -
 
 
 _NAN = {
-    torch.float32: (torch.int32, 0x7FFFFFFF),
-    torch.float16: (torch.int16, 0x7FFF),
-    torch.bfloat16: (torch.int16, 0x7FFF),
-    torch.float64: (torch.int64, 0x7FF8000000000000),
+    torch.float32: 0x7FFFFFFF,
+    torch.float16: 0x7FFF,
+    torch.bfloat16: 0x7FFF,
+    torch.float64: 0x7FF8000000000000,
 }
-"""dtype -> an integer dtype of its size, and the bits of the canonical NaN (PTX ISA, Floating-point instructions)."""
+"""dtype -> the bits of the canonical NaN (PTX ISA, Floating-point instructions)."""
 
 
 def _canonical(t: Tensor) -> None:
     if t.dtype in _NAN and t.numel():
-        integer, bits = _NAN[t.dtype]
-        t.view(integer).masked_fill_(t.isnan(), bits)
+        t.view(INTEGER_OF_SIZE[t.itemsize]).masked_fill_(t.isnan(), _NAN[t.dtype])
 
 
 def _reciprocal(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
@@ -649,28 +641,19 @@ def _reciprocal(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
     return run
 
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _is_last(t: Tensor) -> bool:
-    memory_format = _FORMATS.get(t.dim())
-    return memory_format is not None and t.is_contiguous(memory_format=memory_format) and not t.is_contiguous()
-
-
 def _laid_out(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
     """Wrap a convolution: its results are channels_last if its image or weight is."""
 
     def last(t: Any) -> Any:
-        if not isinstance(t, Tensor) or t.dim() not in _FORMATS or t.is_contiguous(memory_format=_FORMATS[t.dim()]):
-            return t
-        return t.clone(memory_format=_FORMATS[t.dim()])
+        memory_format = CHANNELS_LAST.get(t.dim()) if isinstance(t, Tensor) else None
+        return t if memory_format is None else t.contiguous(memory_format=memory_format)
 
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         out = kernel(*args, **kwargs)
         with _outside_torch():
             a = _bound(func, args, kwargs)
-            if a["input"].dtype is torch.float64 or not (_is_last(a["input"]) or _is_last(a["weight"])):
+            if a["input"].dtype is torch.float64 or not (is_channels_last(a["input"]) or is_channels_last(a["weight"])):
                 return out
             if not torch._C._get_cudnn_enabled():
                 return out

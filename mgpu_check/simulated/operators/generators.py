@@ -240,7 +240,8 @@ def drawn_permutation(n: int, seed: int, device: torch.device) -> torch.Tensor:
     """Return a permutation of n, int64 `[n]`, that only the seed decides."""
     generator = _base()
     _base.manual_seed(generator, seed & _MASK)
-    return torch.ops.aten.randperm.generator(n, generator=generator).to(device)  # type: ignore[no-any-return]
+    permutation: torch.Tensor = torch.ops.aten.randperm.generator(n, generator=generator)
+    return permutation.to(device)
 
 
 def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
