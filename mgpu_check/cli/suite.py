@@ -16,6 +16,7 @@ import pytest
 
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
+from mgpu_check.engine.keeper_socket import keeps_imports
 from mgpu_check.engine.rank_side.python_hooks import coverage_here
 from mgpu_check.engine.remote import launched_process
 from mgpu_check.plugin.launch import is_launched
@@ -66,8 +67,8 @@ def on_processors(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` with a worker of pytest-xdist for each processor, if all checks run on simulated devices.
 
     A test on ranks seldom keeps two processors busy. Each worker has a simulated node of its own, so there are no more
-    workers than memory for them. The user's ``-n`` counts, also 0. Few checks do not repay the start of workers, and
-    some options need all tests in one process.
+    workers than memory for them. Their fork servers come from one keeper, so that torch is imported once. The user's
+    ``-n`` counts, also 0. Few checks do not repay the start of workers, and some options need all tests in one process.
     """
     words = [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *arguments]
     options = {word.partition("=")[0] if word.startswith("--") else word[:2] for word in words}
@@ -89,7 +90,10 @@ def on_processors(arguments: Sequence[str]) -> list[str]:
         once, each = _MEMORY_OF_WORKER
         ranks = sum(range(1, int(gpus[0]) + 1))  # worlds of all sizes stay warm
         workers = min(workers, memory // (once + each * ranks))
-    return ["-n", str(workers), *arguments] if workers > 1 else list(arguments)
+    if workers < 2:
+        return list(arguments)
+    shared = ["--gpu-keep-warm=0"] if not _gives("gpu_keep_warm", arguments) and keeps_imports() else []
+    return ["-n", str(workers), *shared, *arguments]
 
 
 _IN_ONE_PROCESS = {

@@ -60,6 +60,15 @@ def obstacle(environment: Mapping[str, str]) -> str | None:
     return "coverage measures every process" if any(map(environment.get, _MEASURING)) else None
 
 
+def keeps_imports() -> bool:
+    """Return whether a keeper can listen on this machine."""
+    try:
+        KeeperSocket("").close()
+    except NotKept:
+        return False
+    return True
+
+
 def key_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return a digest of everything that imports depend on, and of everything that forked processes inherit."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

@@ -205,8 +205,8 @@ class GpuSession:
             self._keep, self._kept = None, f"imports are not kept warm, because {reason}"
             return
         process_id = keeper_socket.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
-        how = f"by process {process_id}" if process_id else f"from now on, for {self._keep:g} s"
-        self._kept = f"imports kept warm {how}"
+        begun = f"from now on, for {self._keep:g} s" if self._keep else "for this run"
+        self._kept = f"imports kept warm {f'by process {process_id}' if process_id else begun}"
 
     def count_devices(self) -> None:
         """Count the real devices, in a process of their own, and check that there are enough. Raises `TooFewDevices`:

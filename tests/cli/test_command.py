@@ -386,7 +386,17 @@ def test_the_whole_simulated_suite_has_a_worker_for_each_processor(monkeypatch, 
     monkeypatch.setattr(suite, "available_processors", lambda: processors)
     monkeypatch.setattr(suite, "available_memory", lambda: memory and memory << 30)
     words = arguments.split()
-    assert suite.on_processors(words) == [*(["-n", workers] if workers else []), *words]
+    assert suite.on_processors(words) == [*(["-n", workers, "--gpu-keep-warm=0"] if workers else []), *words]
+
+
+def test_workers_share_imports_unless_the_user_or_the_machine_is_against_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(suite, "available_processors", lambda: 8)
+    monkeypatch.setattr(suite, "available_memory", lambda: None)
+    words = ["--gpus=4", "--simulate"]
+    assert suite.on_processors([*words, "--gpu-keep-warm=no"]) == ["-n", "8", *words, "--gpu-keep-warm=no"]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / f"mgpu-check-{os.geteuid()}").touch()
+    assert suite.on_processors(words) == ["-n", "8", *words]
 
 
 @pytest.mark.slow
