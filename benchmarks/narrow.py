@@ -3,7 +3,7 @@
 For each kind of step and each depth it prints, for gradients and parameters, the median over the tensors of two ratios: the
 tolerance of the middle element and of the widest, over the largest error of any element in right steps on 2 and 4 ranks. Then
 come the largest error over its own tolerance, which is a false alarm above 1, and how many planted mistakes are refuted: a flipped bit in the largest element of a gradient of one rank, no update, no
-reduction, and twice the rate. See benchmarks/README.md for what came of it.
+reduction, twice the rate and 1.25 times the rate. See benchmarks/README.md for what came of it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.run.step_runs import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
+from tests.gates import formats
 
 HERE = Path(__file__).parent
 RATE = 0.5
-MISTAKES = ("not updated", "not reduced", "twice the rate")
+MISTAKES = ("not updated", "not reduced", "twice the rate", "a quarter more")
 BITS = (14, 10, 7, 5, 4)
 """Of bfloat16, from the lowest: the highest bit of the exponent, one in its middle, its lowest, and two of the fraction."""
 
@@ -60,7 +61,7 @@ class Plain:
                 parameter.grad.copy_(gradient / rank.size)
         if wrong != "not updated":
             with torch.no_grad():
-                self.update(model, RATE * (1 + (wrong == "twice the rate")))
+                self.update(model, RATE * {"twice the rate": 2, "a quarter more": 1.25}.get(wrong, 1))
 
     def update(self, model, rate):
         for parameter in model.parameters():
@@ -91,7 +92,23 @@ class Float16(Masters):
     dtype = torch.float16
 
 
-STEPS = (Plain, Buckets, Masters, Autocast, Float16)
+class Recipe(Buckets):
+    """Products in the formats of a recipe of `tests.gates.formats`; all else in float32."""
+
+    cast, layer, quantizers = False, nn.Linear, ()
+
+    def loss(self, model, x, y):
+        return F.mse_loss(model(x), y)
+
+
+def recipe_step(name):
+    layer = type("Linear", (formats.NarrowLinear,), {"recipe": name})
+    names = (f"tests.gates.formats:{name}",) if name in ("nvfp4", "stochastic") else ()
+    return type(name, (Recipe,), {"layer": layer, "quantizers": names})
+
+
+RECIPES = [recipe_step(name) for name in ("per_tensor", "per_row", "mxfp8", "nvfp4", "stochastic")]
+STEPS = (Plain, Buckets, Masters, Autocast, Float16, *RECIPES)
 
 
 def flip(gradient, bit):
@@ -104,17 +121,19 @@ def flip(gradient, bit):
 
 
 def build(step, depth):
-    width = [6, *[16] * (depth - 1), 3]
-    layers = [part for i in range(depth) for part in (nn.Linear(width[i], width[i + 1]), nn.Tanh())][:-1]
+    width = [6, *[16] * (depth - 1), 4]
+    layer = getattr(step, "layer", nn.Linear)
+    layers = [part for i in range(depth) for part in (layer(width[i], width[i + 1]), nn.Tanh())][:-1]
     return nn.Sequential(*layers).to(step.dtype if step.cast else torch.float32)
 
 
 def batch(n):
-    return torch.randn(n, 6), torch.randn(n, 3)
+    return torch.randn(n, 6), torch.randn(n, 4)
 
 
 def trials_of(ranks: Any, step: Any, depth: int) -> Trials:
-    program = Program(step, functools.partial(build, step, depth), batch)
+    quantizers = getattr(step, "quantizers", ())
+    program = Program(step, functools.partial(build, step, depth), batch, quantizers=quantizers)
     return Trials(ranks, program, frozenset(KINDS), None, step.__name__)
 
 
@@ -181,7 +200,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(names))
     parser.add_argument("--seeds", type=int, default=8, help="cases for each number of ranks")
     arguments = parser.parse_args()
-    options = ["-o", f"pythonpath={HERE}", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
+    options = ["-o", f"pythonpath={HERE} {HERE.parent}", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", "-s", "--gpus=4", "--simulate", *options]
     if unknown := {*arguments.steps} - {*names}:
         parser.error(f"STEP: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(names)}")

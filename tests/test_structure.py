@@ -277,11 +277,11 @@ def test_what_stands_beside_the_package_imports_what_it_has():
     assert not missing
 
 
-LIMITS = {"mgpu_check": (397, 100_800), "tests": (346, 53_900)}
+LIMITS = {"mgpu_check": (399, 101_000), "tests": (346, 54_200)}
 """Files and lines of Python. A change that needs more removes something first, or gives its reason here.
 
-The package had 391 files and 99,400 lines before the arithmetic of GPUs, `assert_bitwise` and `assert_survives`. These
-took 6 files and 2,400 lines, and 1,000 lines elsewhere left for them.
+The package had 391 files and 99,400 lines before the arithmetic of GPUs, `assert_bitwise`, `assert_survives` and narrow
+formats. These took 8 files and 2,700 lines, and 1,200 lines elsewhere left for them.
 """
 
 

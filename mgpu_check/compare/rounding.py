@@ -109,7 +109,9 @@ class Rounding:
 
     def of_loss(self, step: int) -> float:
         """Return the tolerance for the loss, relative to the loss."""
-        return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
+        # A loss in float32 may be that of outputs in a narrower dtype.
+        least = max([2.0**-24, *map(roundoff, self._one.modules.values())])
+        return self.margin * max(self._losses[step], least) if step < len(self._losses) else math.inf
 
     def of_output(self, step: int, name: str) -> float:
         """Return the tolerance for the outputs of a module; infinite if it is unknown, or hides a factor of two."""

@@ -263,6 +263,8 @@ class RankTrace:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     labels: list[Labels] = field(default_factory=list)  # the labels of each loss, in order
+    # dtype of float8 -> the elements cast to it, those that became 0, and those that are beyond its largest number
+    casts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def of(self, *kinds: str) -> list[CallEvent]:
         return [event for event in self.events if event.kind in kinds]

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.comparison.coverage import check_unjudged
-from mgpu_check.gates.gate_arguments import Program, RanksFixture, check_arguments, check_count, name_of, world_sizes_of
-from mgpu_check.gates.run.step_runs import run_step
+from mgpu_check.gates.comparison.wire import Wire, check_wire, undeclared
+from mgpu_check.gates.gate_arguments import (
+    Program,
+    RanksFixture,
+    check_arguments,
+    check_count,
+    check_quantizers,
+    name_of,
+    world_sizes_of,
+)
+from mgpu_check.gates.run.step_runs import run_step, run_traced
 from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Sizes, families, smallest_failure
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, check_meshes, size_of
 from mgpu_check.gates.search.trials import Trial, Trials, try_seeds
@@ -61,6 +70,8 @@ def assert_step_scales(
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None,
     unjudged: Mapping[str, str] | None = None,
     micro_batches: int | None = None,
+    quantizers: Iterable[str] = (),
+    wire: Wire = None,
 ) -> None:
     """Assert that a training step on several ranks gives the same results as on one device.
 
@@ -107,6 +118,13 @@ def assert_step_scales(
         unjudged: parameters that need not be compared: a mapping from patterns to reasons.
         micro_batches: number of micro-batches that a rank divides its part of the batch into, for "divisible" sizes.
             Default: found out by runs on one device.
+        quantizers: the functions of the step that round to a format without a dtype of torch, such as FP4 in float32:
+            names "module:function" under which the step calls them. Each takes a tensor first, and returns it rounded,
+            in the same shape. Their rounding then counts in the tolerance. Casts to bfloat16, float16 and float8 need
+            no name.
+        wire: the dtypes that ranks send: a mapping from patterns of names of collectives to a dtype or several,
+            ``{"all_gather*": torch.float8_e4m3fn}``. Calls that torch makes in C++ are not seen; a pattern without a
+            call fails.
 
     Raises:
         NotCompared: no error was found, but a trained parameter was not compared with one device.
@@ -118,13 +136,26 @@ def assert_step_scales(
     """
     of_batch = None if isinstance(batch, st.SearchStrategy) else batch
     program = Program(step, build, of_batch, reference, single_process, placement=placement, returned_by=returned_by)
+    program = replace(program, quantizers=check_quantizers(program.gate, quantizers))
+    declared = check_wire(program.gate, wire)
     reasons = check_unjudged(program.gate, unjudged)
     if micro_batches is not None:
         check_count(program.gate, "micro_batches", micro_batches)
         if sizes != "divisible":
             raise ValueError(f'{program.gate}: micro_batches={micro_batches} is for sizes="divisible"; give both')
     _assert_scales(
-        ranks, program, batch, world_sizes, sizes, observe, tolerance, max_examples, meshes, reasons, micro_batches
+        ranks,
+        program,
+        batch,
+        world_sizes,
+        sizes,
+        observe,
+        tolerance,
+        max_examples,
+        meshes,
+        reasons,
+        micro_batches,
+        declared,
     )
 
 
@@ -166,6 +197,7 @@ def _assert_scales(
     meshes: Iterable[Mapping[str, int]] | None = None,
     unjudged: Mapping[str, str] = MappingProxyType({}),
     micro_batches: int | None = 1,
+    wire: Mapping[str, frozenset[str]] = MappingProxyType({}),
 ) -> None:
     check_arguments(program, observe, tolerance, max_examples)
     if meshes is None:
@@ -197,7 +229,22 @@ def _assert_scales(
         if failed is not None:
             raise mismatch_of(trials, failed, [size for size, mesh in worlds if not mesh]) from failed.error
     trials.finish(worlds, unjudged)
+    if wire:
+        _check_wire(trials, wire)
     try_seeds(trials)
+
+
+def _check_wire(trials: Trials, wire: Mapping[str, frozenset[str]]) -> None:
+    """Raise a `ScalingMismatch` if ranks send other dtypes than declared, in a case that passed."""
+    assert trials.passed is not None
+    traces = [trace for _, trace in trials.run_on_ranks(trials.program, trials.passed, False, by=run_traced)]
+    if calls := undeclared(wire, traces):
+        from mgpu_check.diagnosis.report import Report
+
+        site = next((site for line, site in calls if site), trials.defined)
+        heading = f"{trials.name} does not send what wire= declares: {calls[0][0]}"
+        report = Report(heading, trials.passed.described, remarks=[line for line, _ in calls[1:]], place=site)
+        raise ScalingMismatch(str(report), site=site)
 
 
 def mismatch_of(trials: Trials, failed: Trial, sizes: Sequence[int]) -> ScalingMismatch:

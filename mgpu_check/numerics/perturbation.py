@@ -123,7 +123,8 @@ class Perturbed(TorchDispatchMode):
         """
         if tensor.is_complex() and not tensor.is_conj():
             tensor = torch.view_as_real(tensor)
-        if not tensor.is_floating_point() or tensor.device.type == "meta":
+        # float8 has no arithmetic, and is a cast's rounding alone: see `steps.Dithered`.
+        if not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.device.type == "meta":
             return
         roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
         size = self.spread * roundoff

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.torch_hooks import switches
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
+from mgpu_check.torch_hooks.tensors import FLOAT8, INTEGER_OF_SIZE, plain
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -125,6 +125,7 @@ SAMPLES = 6
 """Runs with moved results. Six leave Student's quantile for a bias of three elements 1.6 times the normal one."""
 
 _CHANCE = 1 / 24  # chance that an element is moved. The moves then add half of the variance of the rounding itself.
+_TWO_ROUNDINGS = 1 / 6  # chance whose moves have the variance of the difference of two roundings, in squared units
 _FALSE_ALARM_OF_NARROW = 1e-6  # probability that a right result exceeds its tolerance
 _LAST_ROUNDING = 1 / 12
 _OF_PARTS = 7 / 12
@@ -154,8 +155,14 @@ class Dithered(Perturbed):
 
     _decomposes = _in_place = False
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, *, precise: bool = True) -> None:
+        """`precise`: whether there is a float64 run, from which all distances are measured.
+
+        Without it they are measured from the mean of the runs, which rounds to float8 as they do. A rank that scales
+        its own part rounds each element otherwise, so each is moved often enough for the variance of two roundings.
+        """
         super().__init__(0.0, generator, 0.0, copies=False)
+        self._chance_of_float8 = _CHANCE if precise else _TWO_ROUNDINGS
 
     def _after_collective(self, func: Any, written: Any) -> None:
         if "reduce" in func._opname:
@@ -169,12 +176,17 @@ class Dithered(Perturbed):
                     tensor.copy_(wide + deviation * noise)
 
     def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
-        if spared or not is_narrow(tensor.dtype) or tensor.is_meta:
+        of_float8 = tensor.itemsize == 1
+        if spared or not is_narrow(tensor.dtype) or (of_float8 and tensor.dtype not in FLOAT8) or tensor.is_meta:
             return
+        chance = self._chance_of_float8 if of_float8 else _CHANCE
         drawn = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float32)
-        move = (drawn < _CHANCE / 2).to(torch.int16) - (drawn > 1 - _CHANCE / 2).to(torch.int16)
+        move = (drawn < chance / 2).to(torch.int16) - (drawn > 1 - chance / 2).to(torch.int16)
+        # No operator of torch 2.13 compares numbers of float8. A scale brings one of them to the largest number, next
+        # to which is NaN or infinity.
+        size = tensor.float().abs()
+        move = move.to(tensor.device) * ((size > 0) & (size < torch.finfo(tensor.dtype).max))
         # The bits of a number, taken as an integer, count units in the last place.
-        move = move.to(tensor.device) * ((tensor != 0) & tensor.isfinite())
         bits = tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
         bits.add_(move.to(bits.dtype))
 

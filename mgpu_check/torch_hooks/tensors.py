@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+"""The dtypes of values in 8 bits; `float8_e8m0fnu` holds scales."""
 INTEGER_OF_SIZE: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )

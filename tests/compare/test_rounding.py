@@ -116,3 +116,20 @@ def test_a_square_of_a_gradient_may_deviate_twice_as_much():
     rounding = Rounding(traces[0], [traces[1]])
     gradient = rounding.tolerance(0, "gradient", "net.weight")
     assert rounding.tolerance(0, "state", "square of net.weight") == 2 * gradient > 2e-4
+
+
+NARROWER = 'with torch.autocast("cpu", torch.bfloat16): loss = nn.functional.mse_loss(net(x[part]).float(), y[part])'
+
+
+@pytest.mark.parametrize(("by", "code", "heading"), [("world", 0, "equal: 3 steps"), ("1", 1, "differs: step 1")])
+def test_a_script_under_autocast_is_decided_in_its_own_dtype(compare, by_hand, changed, by, code, heading):
+    script = changed(
+        by_hand,
+        ("loss = nn.functional.mse_loss(net(x[part]), y[part])", NARROWER),
+        ("p.grad /= world", f"p.grad /= {by}"),
+        ("    nn.utils.clip_grad_norm_(net.parameters(), 0.5)\n", ""),
+        (".sin() * 3", ".sin() + 9"),  # else gradients of few samples cancel
+        ("lr=0.05", "lr=0.001"),
+    )
+    text = compare(script, code=code).text
+    assert heading in text and "scaled differently" not in text

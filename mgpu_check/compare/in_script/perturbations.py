@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from mgpu_check.numerics.placement import make_distinct
+from mgpu_check.numerics.steps import is_narrow
 from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import PACKAGES, is_distributed
 
@@ -48,6 +49,8 @@ class Perturbation:
             if value.is_complex():
                 real_pairs = torch.view_as_real(value.resolve_conj())
                 return torch.view_as_complex(real_pairs * self._factors(real_pairs))
+            if is_narrow(value.dtype):
+                return self._rounded_otherwise(value)
             return value * self._factors(value)
         if type(value) in (list, tuple):
             return type(value)(self.output(entry) for entry in value)
@@ -65,6 +68,15 @@ class Perturbation:
                     # A lazily conjugated tensor: perturb the stored values.
                     local = torch.view_as_real(local.conj() if local.is_conj() else local)
                 local.mul_(self._factors(local))
+
+    def _rounded_otherwise(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the value, of which every other element or so is moved by one unit in the last place.
+
+        A module sums in float32, and rounds once to a narrower dtype. Two such roundings differ by 0.4 units, as a root
+        mean square; this moves by 0.5.
+        """
+        moves = 2 * torch.rand(value.shape, generator=self._generator, dtype=torch.float32, device="cpu") - 1
+        return (value.float() * (1 + torch.finfo(value.dtype).eps / 2 * moves.to(value.device))).to(value.dtype)
 
     def _factors(self, like: torch.Tensor) -> torch.Tensor:
         # In the dtype itself, which represents 1 ± 4u exactly.

@@ -78,6 +78,7 @@ class Mismatch(Failure):
     relations: Relations
     expected: Expected
     patterns: Sequence[str] = ()  # descriptions of the first wrong values, a line each
+    casts: Sequence[str] = ()  # what casts to float8 have lost, a line for each dtype
     # axes, first_wrong, parting, module: see their types; None if unknown.
     axes: Axes | None = None
     first_wrong: FirstWrong | None = None
@@ -201,6 +202,7 @@ def _remarks(failure: Mismatch) -> Iterator[str]:
     yield "terminates: yes"
     if not failure.findings:
         yield from failure.patterns
+    yield from failure.casts
     if failure.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
     yield from sorted({f"not compared: {reason}" for reason in relations.left_out.values()})

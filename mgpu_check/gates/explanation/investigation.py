@@ -36,6 +36,7 @@ from mgpu_check.gates.run.step_runs import run_redrawn, run_traced
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, size_of
 from mgpu_check.gates.search.trials import Effort, Trial, Trials
 from mgpu_check.numerics.differences import diagnose, difference
+from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 
 
@@ -629,6 +630,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         factor_of=tensors.names,
         of_update=tensors.has_right_gradients and bool(tensors.wrong("params")),
         patterns=attempts.of("the pattern of wrong values", [], _patterns, tensors),
+        casts=attempts.of("the casts to float8", [], _casts, tensors),
         wrong_alone=tensors.wrong_alone,
         repeated=look.repeated,
         effort=f"diagnosis: {_counted(len(controls), 'case')} with other data and "
@@ -677,6 +679,18 @@ def _first_wrong(tensors: Tensors) -> FirstWrong | None:
                     if snapshot is not None and not close(snapshot.get(name), value, allowed[name]):
                         return FirstWrong(step + 1, rank, name)
     return None
+
+
+def _casts(tensors: Tensors) -> list[str]:
+    """Describe what casts to float8 have lost on each rank, and on one device."""
+    runs = [("one device", tensors.alone), *((f"rank {rank}", trace) for rank, trace in enumerate(tensors.traces))]
+    by_dtype = grouped(
+        (dtype, f"{run}: {lost} of {cast} became 0, {beyond} beyond its largest number")
+        for run, trace in runs
+        if trace is not None
+        for dtype, (cast, lost, beyond) in trace.casts.items()
+    )
+    return [f"elements cast to {dtype}: {'; '.join(texts)}" for dtype, texts in by_dtype]
 
 
 def _patterns(tensors: Tensors) -> list[str]:

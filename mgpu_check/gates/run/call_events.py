@@ -309,7 +309,7 @@ def traced(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:
             yield
     finally:
         trace.groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in own_groups())
-        trace.drawn, trace.numbers = tuple(notes.drawn), tuple(notes.numbers)
+        trace.drawn, trace.numbers, trace.casts = tuple(notes.drawn), tuple(notes.numbers), notes.casts
         threading.setprofile(of_threads)
         recorder.on = False  # stops recording in threads that are still alive
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu_check.torch_hooks.patches import entered, replaced
-from mgpu_check.torch_hooks.tensors import draws, plain
+from mgpu_check.torch_hooks.tensors import FLOAT8, draws, local_part, name_of, plain
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}
@@ -20,6 +20,7 @@ _FILLING = {
     *(_aten.normal_, _aten.uniform_, _aten.bernoulli_, _aten.exponential_),
     *(_aten.cauchy_, _aten.log_normal_, _aten.geometric_, _aten.random_),
 }
+_ROUNDING = {getattr(_aten, name) for name in ("round", "round_", "bucketize", "searchsorted")}
 _FROM_NOTHING = (_FACTORIES - {_aten.randn_like, _aten.rand_like}) | _FILLING | {_aten.randperm, _aten.randint}
 
 
@@ -115,28 +116,41 @@ class Notes(TorchDispatchMode):
         seen: the dtypes.
         drawn: the shapes of the random draws, in order.
         drew: the operators that drew them.
+        rounded: the operators that rounded to whole numbers or to a table, as quantizers do.
         fused: whether one operator ran all steps of a recurrent network.
         numbers: the sum of each draw, if requested; None for a draw that depends on more than the generator.
+        casts: the elements that were cast to each dtype of float8, and of them those that became 0 and those that are
+            larger than its largest number, if `numbers` are requested.
     """
 
     def __init__(self, *, numbers: bool = False) -> None:
         super().__init__()
         self._sums = numbers
         self.numbers: list[float | None] = []
+        self.casts: dict[str, tuple[int, int, int]] = {}
         self.seen: set[torch.dtype] = set()
         self.drawn: list[tuple[int, ...]] = []
         self.drew: list[str] = []
+        self.rounded: set[str] = set()
         self.fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.fused |= "_rnn" in func._schema.name
+        if func.overloadpacket in _ROUNDING or "fake_quantize" in func._schema.name:
+            self.rounded.add(func._schema.name.removeprefix("aten::"))
         if draws(func, args, kwargs or {}):
             shape = getattr(result[0] if isinstance(result, tuple) else result, "shape", ())
             self.drawn.append(tuple(shape))
             self.drew.append(func._schema.name)
             if self._sums:
                 self.numbers.append(_sum(result) if _by_generator_alone(func, args) else None)
+        if self._sums and func.overloadpacket is _aten._to_copy and result.dtype in FLOAT8:
+            before, after = local_part(args[0]).float(), local_part(result).float()
+            lost = int(((before != 0) & (after == 0)).sum())
+            beyond = int((before.abs() > torch.finfo(result.dtype).max).sum())
+            cast, earlier_lost, earlier_beyond = self.casts.get(name_of(result.dtype), (0, 0, 0))
+            self.casts[name_of(result.dtype)] = cast + after.numel(), earlier_lost + lost, earlier_beyond + beyond
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() < 4:
                 self.seen.add(leaf.dtype)

@@ -20,6 +20,7 @@ from mgpu_check.diagnosis.observations import Expected, ObservedRun, Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import Program, modules_of
 from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes
+from mgpu_check.gates.run.quantizers import Quantized, as_argument, mirrored
 from mgpu_check.gates.run.step_recorder import Nudge
 from mgpu_check.gates.run.step_runs import Around, observe
 from mgpu_check.gates.search.scenarios import Scenario
@@ -173,6 +174,7 @@ class Runs:
 
     def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> None:
         self._observe = functools.partial(observe, rank, program, scenario, of_reference=of_reference)
+        self._quantizers = () if of_reference else program.quantizers
         self._threads = threads
         self._singles: list[ObservedRun] = []
         self._moved: list[ObservedRun] = []
@@ -273,10 +275,15 @@ class Runs:
         self._spread = steps.deviations(self.elements)
 
     def _once(self, notes: Notes, digests: bool) -> ObservedRun:
-        own = Notes()
-        single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(own))
-        self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
+        own, quantized = Notes(), Quantized(self._quantizers)
+        modes = own, quantized
+        single = self._run(
+            deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(*modes)
+        )
+        quantized.check()
+        self.narrow, self._drew, self._fused = bool(own.seen or self._quantizers), own.drew, own.fused
         notes.seen |= own.seen
+        notes.rounded |= own.rounded
         notes.drawn += own.drawn
         return single
 
@@ -285,7 +292,8 @@ class Runs:
         single, notes = self._singles[0], Notes()
         self._exact = single
         try:
-            modes = (DrawsOfFloat32(), *((steps.Unnarrowed(),) if self.narrow else ()), notes)
+            narrow = (steps.Unnarrowed(), Quantized(self._quantizers, as_argument)) if self.narrow else ()
+            modes = DrawsOfFloat32(), *narrow, notes
             exact = self._run(double=True, deep=self._deep, around=lambda model, batches: entered(*modes))
         except Exception:
             self._precise = False
@@ -312,8 +320,10 @@ class Runs:
     def dither(self) -> None:
         """Run with results of operators in narrow dtypes that are moved by one unit in the last place."""
         for number in range(steps.SAMPLES // 2 if self.large else steps.SAMPLES):
-            dithered = steps.Dithered(generator_of(number))
-            run = self._run_if_possible(around=lambda model, batches, mode=dithered: entered(mode))
+            generator = generator_of(number)
+            dithered = steps.Dithered(generator, precise=self._precise)
+            quantized = Quantized(self._quantizers, functools.partial(mirrored, generator))
+            run = self._run_if_possible(around=lambda model, batches, modes=(dithered, quantized): entered(*modes))
             if run is not None and alike(self._singles[0], run):
                 self._dithered.append(run)
 
@@ -518,6 +528,11 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         main.remarks.append(
             "the step does not run in float64, or draws other random numbers there; the exact values are those of "
             "float32"
+        )
+    if notes.rounded and not program.quantizers:
+        main.remarks.append(
+            f"the step calls {', '.join(sorted(notes.rounded))}; if it quantizes there, name the function in "
+            "quantizers=, or its rounding is not in the tolerances"
         )
     *earlier, last = [_with_room_for(stage, narrower) for stage in main.stages]
     return Expected(

@@ -288,9 +288,12 @@ def run_step(
     return run
 
 
-def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[ObservedRun, RankTrace]:
-    """Run the step on this rank, and return its results (also after each optimizer step) with the calls it made."""
-    return _traced(_placed(rank, program, scenario), program, scenario, of_reference=False)
+def run_traced(rank: Rank, program: Program, scenario: Scenario, deep: bool = True) -> tuple[ObservedRun, RankTrace]:
+    """Run the step on this rank, and return its results with the calls it made.
+
+    `deep`: also return the results after each optimizer step. Divided ones are gathered there, by calls in the trace.
+    """
+    return _traced(_placed(rank, program, scenario), program, scenario, of_reference=False, deep=deep)
 
 
 def run_redrawn(rank: Rank, program: Program, scenario: Scenario, times: int) -> ObservedRun:
@@ -304,14 +307,16 @@ def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> RankTr
     return _traced(rank, program, scenario, of_reference=program.reference is not None)[1]
 
 
-def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[ObservedRun, RankTrace]:
+def _traced(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool = True
+) -> tuple[ObservedRun, RankTrace]:
     trace = RankTrace()
 
     def noting(model: Any, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         outputs = noting_outputs(modules_of(model), trace)
         return entered(NotingLabels(trace.labels), outputs, traced(model, trace, Rows(batches)))
 
-    return observe(rank, program, scenario, of_reference=of_reference, deep=True, traced=True, around=noting), trace
+    return observe(rank, program, scenario, of_reference=of_reference, deep=deep, traced=True, around=noting), trace
 
 
 def _placed(rank: Rank, program: Program, scenario: Scenario) -> Rank:
