@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import Rank, assert_step_scales
 from mgpu_check.gates.gate_arguments import RanksFixture
@@ -111,20 +110,6 @@ def gathered(value: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
 # Scales
 
 
-@program("decision-per-rank", mlp, regression, backward, 4)
-def takes_off_the_mean_of_scales(model, batch, rank, wrong):
-    x, y = part(batch, rank)
-    value = F.mse_loss(model(x), y)
-    scale = 1 / value.detach()
-    mean = scale.clone()
-    dist.all_reduce(mean)
-    mean /= rank.size
-    (value * (scale if wrong else mean)).backward()
-    synchronize(model, rank)
-    for parameter in model.parameters():
-        parameter.grad /= mean
-
-
 # What one rank alone keeps
 
 
@@ -214,28 +199,6 @@ def train_sgd(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 # Ranks that start apart
 
 
-class Seeded(nn.Sequential):
-    def __init__(self, offset: int) -> None:
-        torch.manual_seed(100 + offset)  # where builds_apart parts
-        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def seeded_by_rank() -> nn.Module:
-    return Seeded(dist.get_rank())
-
-
-def count(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    return {"samples": len(batch[0])}
-
-
-@program("different-initialization", seeded_by_rank, regression, count, 4, "in manual_seed, the seed")
-def builds_apart(model, batch, rank, wrong):
-    for value in model.parameters() if not wrong else ():
-        dist.broadcast(value.data, src=0)
-    trains_together(model, batch, rank, torch.optim.SGD(model.parameters(), lr=0.1))
-    return count(model, batch)
-
-
 # What ranks decide
 
 
@@ -319,25 +282,6 @@ def restores_the_optimizer_on_rank_0(model, batch, rank, wrong):
 
 
 # Gradients that stay each rank's own until an optimizer steps
-
-
-@program("gradients-not-synchronized", mlp, regression, train_sgd, 8, "in backward, the norm of gradient of 0.weight")
-def ends_under_no_sync(model, batch, rank, wrong):
-    net = DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.zero_grad()
-    first, last = zip(*(leaf.chunk(2) for leaf in part(batch, rank)), strict=True)
-    if not wrong:
-        first, last = last, first
-        with net.no_sync():
-            (F.mse_loss(net(first[0]), first[1]) / 2).backward()
-        (F.mse_loss(net(last[0]), last[1]) / 2).backward()
-    else:
-        (F.mse_loss(net(first[0]), first[1]) / 2).backward()
-        with net.no_sync():
-            (F.mse_loss(net(last[0]), last[1]) / 2).backward()  # where ends_under_no_sync parts
-    optimizer.step()
-    return parameters(model)
 
 
 def train_adam(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

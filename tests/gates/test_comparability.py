@@ -59,19 +59,6 @@ def test_parameters_that_were_compared_in_no_case_are_named(cases, unjudged, nam
     assert str(caught.value).endswith('accept it with unjudged={"pattern": "reason"}')
 
 
-@pytest.mark.parametrize(("count", "more"), [(12, ""), (13, " and 1 more")])
-def test_many_parameters_are_counted(count, more):
-    with pytest.raises(NotCompared) as caught:
-        coverage((2, "", [f"layer{number:02}" for number in range(count)])).finish({})
-    assert f"layer10, layer11{more}: {WHY}" in str(caught.value)
-    assert "layer12" not in str(caught.value)
-
-
-@pytest.mark.parametrize("given", [None, {}, {"head.*": "frozen"}])
-def test_patterns_have_reasons(given):
-    assert check_unjudged("gate", given) == (given or {})
-
-
 @pytest.mark.parametrize(
     "given", [["a"], "a", {"a": ""}, {"a": " "}, {"": "frozen"}, {"a": None}, {3: "three"}, {"a": "frozen", "b": ""}]
 )

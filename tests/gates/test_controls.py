@@ -43,21 +43,6 @@ def spoiled(model, rank, by: float) -> None:
             parameter.grad *= 1 + by * torch.linspace(0.5, 1, parameter.numel(), device=rank.device).view_as(parameter)
 
 
-def gathers_into_another_memory_format(model, batch, rank):
-    x = batch[0].chunk(rank.size)[rank.index].to(rank.device).t()
-    parts = [torch.empty_like(x) for _ in range(rank.size)]
-    dist.all_gather(parts, x.contiguous())
-    made = model.to(rank.device)(torch.cat(parts, 1).t())
-    F.mse_loss(made, batch[1].to(rank.device)).backward()
-    spoiled(model, rank, 0.1)
-
-
-@pytest.mark.slow
-def test_a_gather_into_another_memory_format_that_arrives_as_it_is(ranks):
-    found = report(ranks, gathers_into_another_memory_format)
-    assert "memory-formats-differ" not in found.mistakes, str(found)
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,42 +89,6 @@ def test_parts_of_the_gradient_of_an_activation_are_to_be_added_up(ranks):
     found = report(ranks, functools.partial(divides_layers, adds=False), build=Block)
     assert found.mistakes[0] == "gradients-not-synchronized", str(found)
     assert "the output of norm: their sum is the gradient of one device" in str(found)
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer that holds another one, as ZeroRedundancyOptimizer does."""
-
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
-
-    def step(self, closure=None):
-        self.inner.step()
-
-
-def trains(model, batch, optimizer) -> None:
-    optimizer.zero_grad()
-    backward(model, batch)
-    optimizer.step()
-
-
-def trains_by_a_wrapper(model, batch, rank):
-    optimizer = Wrapper(list(model.to(rank.device).parameters()))
-    backward(model, tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
-    synchronize(model, rank)
-    spoiled(model, rank, 0.1)
-    optimizer.step()
-
-
-def by_sgd(model, batch) -> None:
-    trains(model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.slow
-def test_the_step_of_an_optimizer_within_another_one_counts_once(ranks):
-    found = report(ranks, trains_by_a_wrapper, reference=by_sgd)
-    assert "decision-per-rank" not in found.mistakes, str(found)
-    assert "has stepped" not in str(found)
 
 
 def is_off_by_little(model, batch, rank):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from mgpu_check import NotCompared, ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.observations import KINDS, Relations, Result
@@ -225,23 +224,6 @@ def test_ranks_whose_values_count_must_agree(ranks):
 
 
 # What slices tell
-
-
-class Halved(divided.Megatron):
-    """Ranks have a quarter each, where there are two."""
-
-    def divide(self):
-        if self.rank.size > 1:
-            up = self.model.up
-            rows = slice(4 * self.rank.mesh.get_local_rank("tp"), 4 * self.rank.mesh.get_local_rank("tp") + 4)
-            up.weight, up.bias = nn.Parameter(up.weight.detach()[rows]), nn.Parameter(up.bias.detach()[rows])
-            self.model.down.weight = nn.Parameter(self.model.down.weight.detach()[:, rows])
-
-
-@pytest.mark.slow
-def test_a_gap_is_told(ranks):
-    details = failed(ranks, TP[0], Halved, divided.Mlp, divided.rows).details
-    assert "no rank holds dim 0: 8 to 15 of 16" in details.values()
 
 
 class NotGathered(divided.FlatShards):

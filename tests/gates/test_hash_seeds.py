@@ -6,7 +6,6 @@ import functools
 import os
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -167,11 +166,6 @@ def test_ranks_have_one_hash_seed_or_different_ones(ranks):
     assert ranks.run(lambda rank: rank.index) == [0, 1, 2]
 
 
-def test_a_seed_of_the_environment_goes_first(monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "5")
-    assert environments.interpreter("forkserver", "1")[1]["PYTHONHASHSEED"] == "5"
-
-
 def comprehension(names: list[str]) -> object:
     return {name for name in names}  # noqa: C416
 
@@ -189,14 +183,6 @@ class Holder:
         return frozenset(NAMES)
 
 
-def by_class() -> object:
-    return Holder()
-
-
-def by_default(how: Any = comprehension) -> object:
-    return how([])
-
-
 def by_closure() -> Any:
     def inner() -> object:
         return comprehension([])
@@ -204,25 +190,13 @@ def by_closure() -> Any:
     return inner
 
 
-def by_module() -> object:
-    return helpers.named()
-
-
-helpers = types.ModuleType("helpers")
-helpers.__file__ = "/home/user/helpers.py"
-exec(compile("def named():\n    return set()\n", helpers.__file__, "exec"), vars(helpers))
-
-
 @pytest.mark.parametrize(
     ("function", "names"),
     [
         (comprehension, ["comprehension"]),
         (difference, ["difference"]),
-        (by_class, ["chosen"]),
         (Holder().chosen, ["chosen"]),
-        (by_default, ["comprehension"]),
         (by_closure(), ["comprehension"]),
-        (by_module, ["named"]),
         (functools.partial(in_order, True), ["in_order"]),
         (member, []),
         (batch, []),

@@ -132,10 +132,6 @@ def test_a_call_that_only_some_ranks_make_is_named(case):
     assert parting(*ranks) == Parting(f"train.py:{line}", "what they call", calls)
 
 
-def test_one_rank_alone_does_not_part():
-    assert parting([A, B, C]) is None
-
-
 def test_parts_of_parameters_may_differ():
     """A rank that holds a slice has a sum of its own."""
     ranks = [[call("model", parameters={"w": total})] for total in (1.0, 2.0)]
@@ -233,11 +229,6 @@ def test_a_gradient_of_an_earlier_step_is_not_that_of_a_later_backward_pass():
     assert parting(*ranks, seen=seen, split=[GRADIENT]) == at_step("gradient of w", "1", "2", line=8)
     ranks = [[backward(0.5, 4), stepped(6), backward(value), stepped()] for value in (1.0, 2.0)]
     assert parting(*ranks, seen=seen, split=[GRADIENT]) == LEFT
-
-
-def test_a_parameter_parts_at_the_step():
-    ranks = [[backward(value), stepped()] for value in (1.0, 2.0)]
-    assert parting(*ranks, seen=steps([1.0], [2.0], name=WEIGHT), split=[WEIGHT]) == at_step("w", "1", "2")
 
 
 @pytest.mark.parametrize("name", [GRADIENT, Result("returned", "w"), WEIGHT])

@@ -25,7 +25,7 @@ from mgpu_check.diagnosis.evidence import (
     UnfinishedCall,
 )
 from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun, Relations, Result
-from mgpu_check.diagnosis.report import Attempts, Finding, RuleList
+from mgpu_check.diagnosis.report import Attempts, Finding
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.rules.collectives import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times
@@ -196,26 +196,6 @@ def test_each_rule_is_registered():
     assert len(registered - written) == len(clauses)
 
 
-def finds_nothing(evidence: str) -> None:
-    return None
-
-
-def finds_too_little(evidence: str) -> None:
-    return None
-
-
-def test_rules_go_in_the_order_of_a_list_that_has_each_once():
-    kind: RuleList[str] = RuleList()
-    kind(finds_too_little)
-    assert kind(finds_nothing) is finds_nothing
-    assert kind.in_order(finds_nothing, finds_too_little) == (finds_nothing, finds_too_little)
-    kind(finds_too_little)  # as when its module is imported again
-    with pytest.raises(ValueError, match=r"order of rules: .*finds_nothing is registered and has no place; add it"):
-        kind.in_order(finds_too_little)
-    with pytest.raises(ValueError, match=r"order of rules: .*finds_nothing has two places; leave one"):
-        kind.in_order(finds_nothing, finds_too_little, finds_nothing)
-
-
 @pytest.mark.parametrize(
     ("group", "state", "source", "found"),
     [
@@ -237,18 +217,6 @@ def test_a_group_is_too_wide_if_a_member_waits_for_one_that_waits_in_it(group, s
     if finding is not None:
         assert finding.mistake == "wrong-process-group"
         assert f"rank 0 waits in {collective} for rank 1, and rank 1 waits in {message}" in finding.evidence
-
-
-def test_findings_are_made_by_rules_alone():
-    package = Path(rules.__file__).parents[2]
-    makes = {
-        path.parent
-        for path in package.rglob("*.py")
-        if "Finding(" in (source := path.read_text())
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"
-    }
-    assert makes == {Path(rules.__file__).parent}
 
 
 SEEN = Result("returned", "seen")

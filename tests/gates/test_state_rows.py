@@ -158,6 +158,10 @@ class Meter:
         return "Meter"
 
 
+ROUND = Meter(None)
+ROUND.w = ROUND
+
+
 class Slots:
     __slots__ = ("w",)
 
@@ -191,8 +195,9 @@ def test_tensors_in_objects(kind):
         ({"a": [threading.Lock()]}, r"state\.a\.0 is a lock, which cannot"),
         ({"a.b": 1, "a": {"b": 1}}, r"there are two entries 'state\.a\.b'"),
         ({1: 1, "1": 1}, r"there are two entries 'state\.1'"),
+        ([ROUND], r"state\.0\.w is a Meter, which holds itself"),
     ],
-    ids=["slots", "lock", "dots", "keys"],
+    ids=["slots", "lock", "dots", "keys", "round"],
 )
 def test_what_cannot_be_taken_apart(state, match):
     with pytest.raises(states.Opaque, match=match):
