@@ -63,10 +63,6 @@ def backward(model: nn.Module, batch: Batch) -> None:
     F.mse_loss(model(batch[0]), batch[1]).backward()
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
 @torch.no_grad()
 def loss(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {"loss": F.mse_loss(model(batch[0]), batch[1])}
@@ -76,38 +72,6 @@ def report(ranks: RanksFixture, step: Any, gate: Callable[..., None] = assert_st
     """The mismatch of a step on two ranks, by default of `mlp`."""
     of: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 1}
     return raised(gate, ranks, step, **of | options)
-
-
-# Norms
-
-
-def clipped(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    F.mse_loss(model(batch[0]), batch[1].expand(-1, 8)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    return gradients(model)
-
-
-@program("clipped-before-synchronization", lambda: nn.Linear(6, 8), regression, clipped, 4)
-def clips_by_the_norm_of_its_columns(model, batch, rank, wrong):
-    x, y = batch
-    own = {name: value.detach().chunk(rank.size)[rank.index].clone() for name, value in model.named_parameters()}
-    for value in own.values():
-        value.requires_grad_()
-    F.mse_loss(F.linear(x, own["weight"], own["bias"]), y.expand(-1, 8 // rank.size)).div(rank.size).backward()
-    total = sum(value.grad.square().sum() for value in own.values())
-    if not wrong:
-        dist.all_reduce(total)
-    scale = (0.1 / (total.sqrt() + 1e-6)).clamp(max=1.0)
-    return {name: torch.cat(gathered(value.grad * scale, rank)) for name, value in own.items()}
-
-
-def gathered(value: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
-    parts = [torch.empty_like(value) for _ in range(rank.size)]
-    dist.all_gather(parts, value)
-    return parts
-
-
-# Scales
 
 
 # What one rank alone keeps
@@ -196,9 +160,6 @@ def train_sgd(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return parameters(model)
 
 
-# Ranks that start apart
-
-
 # What ranks decide
 
 
@@ -215,44 +176,6 @@ def freezes_on_rank_1(model, batch, rank, wrong):
             value.grad = total / rank.size
     optimizer.step()
     return parameters(model)
-
-
-def train_twice(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        trains(model, batch, optimizer)
-    return parameters(model)
-
-
-@program("decision-per-rank", mlp, regression, train_twice, 4, "of gradient of 0.weight")
-def scales_down_by_itself(model, batch, rank, wrong):
-    optimizer, scale = torch.optim.SGD(model.parameters(), lr=0.1), 8.0
-    x, y = part(batch, rank)
-    for _ in range(2):
-        optimizer.zero_grad()
-        (F.mse_loss(model(x), y) * scale).backward()
-        synchronize(model, rank)
-        for value in model.parameters():
-            value.grad /= scale
-        optimizer.step()
-        scale *= 0.5 if wrong and rank.index == 1 else 1.0
-    return parameters(model)
-
-
-def normalized() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-
-def evaluated(model: nn.Module, batch: Batch) -> None:
-    backward(model.eval(), batch)
-
-
-@program("value-of-one-rank", normalized, regression, evaluated, 4, "in Sequential, whether it is in training mode")
-def evaluates_on_rank_0(model, batch, rank, wrong):
-    model.train(wrong and rank.index > 0)
-    x, y = part(batch, rank)
-    F.mse_loss(model(x), y).backward()  # where evaluates_on_rank_0 parts
-    synchronize(model, rank)
 
 
 def adam_of(model: nn.Module) -> tuple[torch.optim.Adam, dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 
 from mgpu_check.diagnosis.observations import Expected, ObservedRun, Relations
 from mgpu_check.errors import NotCompared
-from mgpu_check.gates.comparison.coverage import ParameterCoverage, check_unjudged
+from mgpu_check.gates.comparison.coverage import ParameterCoverage
 from mgpu_check.gates.search.scenarios import Scenario
 
 WHY = "it is divided"
@@ -57,16 +57,6 @@ def test_parameters_that_were_compared_in_no_case_are_named(cases, unjudged, nam
     assert all(line in str(caught.value) for line in lines), str(caught.value)
     assert str(caught.value).count("at world size") == len(lines) - 1
     assert str(caught.value).endswith('accept it with unjudged={"pattern": "reason"}')
-
-
-@pytest.mark.parametrize(
-    "given", [["a"], "a", {"a": ""}, {"a": " "}, {"": "frozen"}, {"a": None}, {3: "three"}, {"a": "frozen", "b": ""}]
-)
-def test_what_is_no_mapping_to_reasons_is_refused(given):
-    with pytest.raises(
-        ValueError, match=r"gate: unjudged=.*; give a mapping from patterns of parameters to the reasons"
-    ):
-        check_unjudged("gate", given)
 
 
 def test_a_pattern_that_hides_nothing_is_refused():

@@ -31,6 +31,7 @@ from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
 from tests.gates.diagnosed import backward, mlp, part, regression, report, synchronize
+from tests.gates.divided import Copied, Reduced
 from tests.gates.single_cases import failure
 
 pytestmark = pytest.mark.gpus(2)
@@ -53,23 +54,6 @@ class Block(torch.nn.Module):
         return self.down(self.up(self.norm(self.enter(x))).tanh())
 
 
-class Both(torch.autograd.Function):
-    """Add up over ranks forward or backward, and pass on the other way."""
-
-    @staticmethod
-    def forward(ctx, x, forward):
-        ctx.add = not forward
-        if forward:
-            dist.all_reduce(x := x.clone())
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.add:
-            dist.all_reduce(gradient := gradient.clone())
-        return gradient, None
-
-
 def divides_layers(model, batch, rank, adds: bool):
     """Divide two layers among ranks; backward adds up the gradient of what enters them."""
     model.to(rank.device)
@@ -78,8 +62,8 @@ def divides_layers(model, batch, rank, adds: bool):
         module.weight = torch.nn.Parameter(part_of_it)
     x, y = (leaf.to(rank.device) for leaf in batch)
     x = model.norm(model.enter(x))
-    x = Both.apply(x, False) if adds else x
-    F.mse_loss(Both.apply(model.down(model.up(x).tanh()), True), y).backward()
+    x = Copied.apply(x, None) if adds else x
+    F.mse_loss(Reduced.apply(model.down(model.up(x).tanh()), None), y).backward()
 
 
 @pytest.mark.slow

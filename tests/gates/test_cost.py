@@ -60,17 +60,6 @@ def _trials(
     return Trials(counted, Program(step, of, batch), frozenset(KINDS), tolerance, "step"), counted
 
 
-@pytest.mark.slow
-def test_right_steps_are_told_without_float64(ranks):
-    for step in (right, Training):
-        trials, counted = _trials(ranks, step)
-        assert all(
-            trials.run(Scenario(2, 6, seed=seed, change=change)) is None for seed, change in ((0, ""), (1, "sorted"))
-        )
-        assert counted.ran["measure_provisionally"] == 2
-        assert not counted.ran["measure"]
-
-
 class Racing(Counted):
     """Ranks that take a wrong step the second time that they are given a right one, and never again."""
 

@@ -27,14 +27,8 @@ def step_of(program: Diagnosed, *, wrong: bool):
     return functools.partial(program.step, wrong=wrong)
 
 
-OFTEN = ("keeps_a_running_loss",)
-"""Ranks part at a result. That each mistake is named is shown by the programs of the pages, and `test_parting.py` has
-other ways to part."""
-EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", ALL)
 def test_a_program_is_named_by_its_mistake(ranks, name):
     program = ALL[name]
     options: dict[str, Any] = {"build": program.build, "batch": program.batch}

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 from mgpu_check import Rank
 from mgpu_check.gates.gate_arguments import Program
-from mgpu_check.numerics.placement import Unplaced, Wholes
 from tests.gates.single_cases import failure
 from tests.gates.steps import build, variant
 
@@ -181,14 +180,3 @@ def test_a_copy_that_a_library_divides_passes(ranks: Any, step: Any) -> None:
 def test_a_shard_that_is_not_stepped_is_refuted_by_its_values(ranks: Any, copies: bool) -> None:
     failed = failure(ranks, Program(variant(ShardedCopy, copies=copies, wrong=True), build, rows), 2, 4)
     assert failed is not None and failed.error is None
-
-
-@pytest.mark.parametrize("others", [torch.zeros(24), torch.zeros(3, 8)])
-def test_zeros_that_may_be_a_slice_of_others_are_ambiguous(others: torch.Tensor) -> None:
-    assert Wholes({"bias": torch.zeros(8), "others": others}).find(torch.zeros(8)) is Unplaced.AMBIGUOUS
-
-
-@pytest.mark.parametrize("others", [torch.ones(24), torch.zeros(7), torch.zeros(24).double()])
-def test_zeros_that_are_one_whole_only_are_found(others: torch.Tensor) -> None:
-    found = Wholes({"bias": torch.zeros(8), "others": others}).find(torch.zeros(8))
-    assert isinstance(found, list) and [part.whole for part in found] == ["bias"]

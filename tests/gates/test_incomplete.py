@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
@@ -24,41 +23,7 @@ from mgpu_check.gates.explanation import investigation
 from mgpu_check.gates.explanation.failure_report import FirstWrong
 from mgpu_check.gates.explanation.investigation import SecondLook
 from mgpu_check.gates.run.states import StateEntry, StateRow
-from tests.gates import evidence
 from tests.gates.loaders import numbers
-
-EVERY = 10_000
-"""More mistakes than there are rules: none is left out because enough were found before."""
-
-fuzzed = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],  # the traceback names the line; to find the smallest evidence takes minutes
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-)
-
-
-@fuzzed
-@given(evidence.calls)
-def test_any_calls_of_ranks_that_did_not_return_are_judged_by_all_rules(calls):
-    order.findings_of_calls(calls, EVERY, Attempts())
-
-
-@fuzzed
-@given(evidence.restored)
-def test_any_resumed_run_is_judged_by_all_rules(restored):
-    order.findings_of_checkpoint(restored, Attempts())
-
-
-@fuzzed
-@given(evidence.loaders)
-def test_any_loader_is_judged_by_all_rules(loader):
-    for epoch in loader.epochs:
-        for rule in order.RULES_OF_EPOCHS:
-            rule(epoch)
-    order.findings_of_loader(loader, Attempts())
 
 
 def fails(*arguments, **options):

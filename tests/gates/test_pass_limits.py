@@ -25,10 +25,6 @@ def limits(*cases, reference=None):
     return [line.partition(":")[0] for line in found.lines()]
 
 
-def ranks_with(*losses):
-    return [ObservedRun(losses=list(each)) for each in losses]
-
-
 def test_micro_batches_without_a_reference():
     several = ObservedRun(backwards=4, optimizer_steps=2, calls=2)
     assert limits((several, [])) == ["a wrong weight of micro-batches"]
@@ -41,23 +37,6 @@ def test_equal_lengths_in_all_cases():
     equal, unequal, none = (ObservedRun(equal_lengths=value) for value in (True, False, None))
     assert limits((equal, []), (equal, [])) == ["samples of different lengths"]
     assert limits((equal, []), (unequal, [])) == limits((none, [])) == []
-
-
-@pytest.mark.parametrize(
-    ("losses", "alike"),
-    [
-        ([[1.0, 2.0], [1.005, 2.01]], True),
-        ([[1.0, 2.0], [1.005, 2.1]], False),
-        ([[1.0], [1.0, 2.0]], False),
-        ([[-1.0], [-1.001]], True),
-        ([[0.0], [0.0]], True),
-    ],
-)
-def test_equal_losses_on_all_ranks(losses, alike):
-    single = ObservedRun()
-    assert limits((single, ranks_with(*losses))) == ["a wrong weight of ranks"] * alike
-    assert limits((single, ranks_with(*losses)), (single, ranks_with([1.0], [3.0]))) == []
-    assert limits((single, ranks_with([], []))) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -19,65 +18,6 @@ from tests.gates.single_cases import failure
 from tests.gates.steps import chunked
 
 pytestmark = pytest.mark.gpus(2)
-
-
-def follow(average: nn.Module, model: nn.Module) -> None:
-    for kept, value in zip(average.parameters(), model.parameters(), strict=True):
-        kept.data = 0.9 * kept.data + 0.1 * value.data
-
-
-class Averages:
-    """Trains with two micro-batches, and keeps a moving average of the parameters."""
-
-    def __init__(self, model, rank, how="", wrong=True):
-        self.wrapped = DistributedDataParallel(model.to(rank.device))
-        self.average, self.how, self.wrong = copy.deepcopy(model), how, wrong
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def __call__(self, model, batch, rank):
-        self.optimizer.zero_grad()
-        x, y = chunked(batch, rank)
-        for number, (part, target) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-            last = number == 1
-            self.wrapped.require_backward_grad_sync = last
-            F.mse_loss(self.wrapped(part), target).div(2).backward()
-            if last:
-                self.optimizer.step()
-            if last or self.wrong:
-                self.update(model)
-        return {f"average.{name}": value for name, value in self.average.named_parameters()}
-
-    def update(self, model):
-        if self.how == "function":
-            follow(self.average, model)
-            return
-        with torch.no_grad():
-            for kept, value in zip(self.average.parameters(), model.parameters(), strict=True):
-                kept.mul_(0.9).add_(value, alpha=0.1) if self.how == "two writes" else kept.lerp_(value, 0.1)
-
-
-class Reference:
-    def __init__(self, model):
-        self.average, self.optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def __call__(self, model, batch):
-        self.optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        self.optimizer.step()
-        follow(self.average, model)
-        return {f"average.{name}": value for name, value in self.average.named_parameters()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["function", *(how for how in ("write", "two writes"))])
-def test_an_average_that_moves_with_each_micro_batch(ranks, how):
-    mismatch = report(ranks, functools.partial(Averages, how=how), sizes=8, reference=Reference)
-    assert mismatch.mistakes[0] == "updated-too-often", str(mismatch)
-    name = {"function": "follow", "write": "update", "two writes": "update"}[how]
-    assert f"{name} (test_repetitions.py:" in str(mismatch).replace("tests/gates/", "")
-    assert "is called 2 times in each step; with the last call alone the step is right" in str(mismatch)
-    right = functools.partial(Averages, how=how, wrong=False)
-    assert failure(ranks, Program(right, mlp, regression, Reference), 2, 8) is None
 
 
 class Counts(nn.Module):

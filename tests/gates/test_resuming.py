@@ -22,14 +22,6 @@ def test_all_restored(ranks):
     assert_resume_continues(ranks, training("rng"), world_sizes=[1], steps=2)  # no random number matters
 
 
-def test_momentum(ranks):
-    text = refuted(
-        ranks, training("optimizer"), "state-not-restored", match=r"resumed at step 3 .* after step 6, model.0.weight"
-    )
-    assert "right after loading, on no rank as saved: optimizer.state.0.momentum_buffer" in text
-    assert "smallest case: world size 2, steps 3 + 3" in text
-
-
 @pytest.mark.slow
 def test_schedule_and_model(ranks):
     text = refuted(
@@ -84,10 +76,6 @@ def test_a_second_interruption(ranks):
     )
     assert "smallest case: world size 2, steps 3 + 2 + 1" in text
     assert "every entry that train returns is restored" in text
-
-
-def test_a_single_step_leaves_no_room_for_a_second_interruption(ranks):
-    assert_resume_continues(ranks, counted(keeps=False, returned=False), steps=1)
 
 
 @pytest.mark.slow
@@ -145,12 +133,6 @@ def test_the_epoch_of_a_sampler(ranks):
     text = refuted(ranks, by_epochs(keeps_epoch=False), "state-not-restored", match="total on ranks 0-1", steps=6)
     assert "DistributedSampler continues with epoch 0 on rank 0, and with epoch 1 in the uninterrupted run" in text
     assert "random numbers" not in text.partition("see:")[0]
-
-
-@pytest.mark.slow
-def test_what_is_not_returned(ranks):
-    text = refuted(ranks, training("optimizer", returned=["model"]), "state-not-restored", match="model.0.weight")
-    assert "what train does not return (the optimizer, the schedule, the position in the data) was not restored" in text
 
 
 @pytest.mark.slow

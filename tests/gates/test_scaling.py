@@ -87,17 +87,6 @@ def test_shards_of_parameters_are_judged_by_what_is_returned(ranks):
 
 
 @pytest.mark.slow
-def test_one_device(ranks):
-    def step(model, batch, rank):
-        net = DDP(model.to(rank.device))
-        (summed(net, batch, rank) / rank.size).backward()
-
-    text = refuted(ranks, step, "world-size-factor", match=r"first gradient of 0\.weight", **ALL)
-    assert "same at 2 and 4" in text and "1/2 of what one device gives" in text, text
-    assert row(text, "gradient of 0.weight")[3:8] == ["NO", "yes", "yes", "yes", "NO"], text
-
-
-@pytest.mark.slow
 def test_ranks_agree_on_finite_values_that_repeat(ranks):
     def step(model, batch, rank):
         right(model, batch, rank)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from tests.gates.divided import Copied, Reduced
+
 
 class State(types.ModuleType):
     """`parallel_state`: two axes, tp varies fastest."""
@@ -88,22 +90,6 @@ def optimizer(options: Any, chunks: Any, use_gloo_process_groups: bool) -> Any:
     return made
 
 
-class Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any, backward: bool) -> torch.Tensor:
-        ctx.group, ctx.backward_sums, x = group, backward, x.clone()
-        if not backward:
-            dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        gradient = gradient.clone()
-        if ctx.backward_sums:
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None
-
-
 def parameter(rows: int, columns: int, dim: int | None = None, stride: int = 1) -> nn.Parameter:
     made: Any = nn.Parameter(torch.randn(rows, columns))
     if dim is not None:
@@ -123,8 +109,8 @@ class Gated(nn.Module):
         self.up, self.down = parameter(16 // count, 4, 0, stride), parameter(4, 8 // count, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, rest = F.linear(Summed.apply(x * self.norm, self.group, True), self.up).chunk(2, -1)
-        return Summed.apply(F.linear(gate.sigmoid() * rest, self.down), self.group, False)
+        gate, rest = F.linear(Copied.apply(x * self.norm, self.group), self.up).chunk(2, -1)
+        return Reduced.apply(F.linear(gate.sigmoid() * rest, self.down), self.group)
 
 
 def install() -> None:

@@ -380,7 +380,7 @@ def shown_quickly(situation: str, name: str) -> bool:
         for situation, name, red in CASES
     ],
 )
-def test_fault(situation: str, name: str, red: bool, situations: Any, record_property: Any) -> None:
+def test_fault(situation: str, name: str, red: bool, situations: Any) -> None:
     run = situations[situation]
     row = run.rows[name]
     phases = row.phases
@@ -395,19 +395,6 @@ def test_fault(situation: str, name: str, red: bool, situations: Any, record_pro
     after = phases.get(("test_next", "call"), {"properties": {}, "outcome": "missing"})
     left = after["properties"].get("survivors", "unknown")
     changed = after["properties"].get("changed", "unknown")
-    shown = re.search(RED[situation][name].cause, cause) if red else None
-    verdict = "red" if red and shown else "green" if not (red or row.red) else "WRONG"
-    next_test = "clean" if after["outcome"] == "passed" and not changed else "WRONG"
-    columns = (
-        f"{situation}-{name}",
-        verdict,
-        f"{report['seconds']:.2f}",
-        next_test,
-        left or "0",
-        shown[0] if shown else "",
-    )
-    record_property("matrix", "\t".join(columns))
-
     assert row.red == expected
     if red:
         check_told(RED[situation][name], cause)

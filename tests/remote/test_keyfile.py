@@ -166,10 +166,3 @@ def test_the_default_is_in_the_home_of_whoever_runs_this(tmp_path: Path, monkeyp
         os, "geteuid", lambda: os.stat(home).st_uid + 1
     )  # as after sudo, with the home of who called it
     assert default_path({"HOME": home}) == own
-
-    def unknown(user: int) -> None:
-        raise KeyError(user)
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    with pytest.raises(UnusableKey, match="no home directory"):
-        default_path({"HOME": home})

@@ -96,19 +96,6 @@ def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path, launched_by: Lau
     assert run.codes == [4, 0]
 
 
-@pytest.mark.slow
-def test_agents_that_do_not_come_and_those_with_another_key_are_named(tmp_path: Path, launched_by: LaunchedBy):
-    first, second, _ = of_classic_variables(free_port(), size=3)
-    variables = [first, {**second, KEY_FILE: str(tmp_path / "another")}]
-    run = launched_by(variables, TESTS, tmp_path, "--gpus=3", "--agent-timeout=3").wait()
-    text = r"3 ranks were launched, but the agents of ranks 1-2 have not come within 3 s; those that have: 0 on"
-    assert re.search(text, run.output), run.output
-    assert re.search(r"rank 1 on \S+: the driver was announced with another key than the one in", run.output)
-    # Without waiting for those that do not come.
-    assert "refused a process at 127.0.0.1 that wanted to join with another key" in run.output
-    assert run.codes == [4, 4]
-
-
 def test_without_a_driver_all_end(tmp_path: Path, launched_by: LaunchedBy):
     source = "import os, signal\ndef test_it(ranks):\n    ranks.run(print)\n    os.kill(os.getpid(), signal.SIGKILL)"
     run = launched_by(of_classic_variables(free_port()), source, tmp_path, "--gpus=2").wait()
