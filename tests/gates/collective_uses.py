@@ -76,26 +76,11 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return largest
 
 
-@use("all_reduce asynchronous")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.sum(0)
-    dist.all_reduce(total, async_op=True).wait()
-    return total.mean()
-
-
 @use("all_reduce in a group")
 def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     total = x.sum()
     dist.all_reduce(total, group=dist.new_group(list(range(rank.size))))
     return total
-
-
-@use("reduce")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.sum(0)
-    dist.reduce(total, 0)  # rank 0 alone has it, and gives it to the others
-    dist.broadcast(total, 0)
-    return total.mean()
 
 
 @use("all_gather uneven")
@@ -140,13 +125,6 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return together(taken)
 
 
-@use("all_gather_object")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    found = [None] * rank.size
-    dist.all_gather_object(found, float(x.max()))
-    return x.new_tensor(max(found))
-
-
 def exchange(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     """Exchange rows with neighbours that have different numbers of them."""
     after, before = (rank.index + 1) % rank.size, (rank.index - 1) % rank.size
@@ -181,7 +159,6 @@ USES["isend of a pipeline"] = pipeline
 
 USES |= {
     "all_reduce differentiable": lambda x, rank: differentiable.all_reduce(x.sum()),
-    "all_reduce functional": lambda x, rank: functional.all_reduce(x.max(), "max", dist.group.WORLD) + 0,
     "all_gather differentiable": lambda x, rank: torch.cat(differentiable.all_gather(x)).mean(),
     "all_gather_tensor": lambda x, rank: functional.all_gather_tensor(x.contiguous(), 0, dist.group.WORLD).mean(),
 }

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
-from mgpu_check import simulated_node
 from mgpu_check.gates.search.scenarios import changed, has_padding, make_batches, samples_in
-from mgpu_check.torch_hooks.switches import seed_everything
 
 VALUES = torch.tensor([[3.0, 1.0], [1.0, 5.0], [2.0, 0.0], [4.0, 4.0], [0.0, 2.0]])
 LABELS = torch.tensor([3, 1, 2, 4, 0])
@@ -126,18 +122,3 @@ def test_each_step_has_a_batch_of_its_own_seed():
     (scaled,) = make_batches(batch, (), 3, 1, "scaled", 2.0, 4)
     assert scaled[0].equal(2.0 * one[0][0])
     assert make_batches(None, [(VALUES,), (LABELS,)], 0, 2, "", 2.0, 4) == [(VALUES,), (LABELS,)]
-
-
-def drawn(devices: list[str]) -> list[object]:
-    return [random.random(), numpy.random.rand(), *(torch.rand(3, device=device).tolist() for device in devices)]
-
-
-@pytest.mark.parametrize("devices", [["cpu"], ["cuda:0", "cpu", "cuda:1"]])
-def test_a_seed_rules_all_generators(devices):
-    with simulated_node(2):
-        for seed in (3, 4):
-            found = []
-            for _ in range(2):
-                seed_everything(seed)
-                found.append(drawn(devices))
-            assert found[0] == found[1] != drawn(devices)

@@ -92,14 +92,6 @@ def test_arguments(ranks, wrong, match):
         assert_step_scales(ranks, lambda *_: None, **options)
 
 
-@pytest.mark.gpus(2)
-def test_a_step_that_does_not_run_alone_has_no_micro_batches(ranks):
-    def step(model, batch, rank):
-        assert rank.size > 1
-
-    assert micro_batches_of(ranks, Program(step, build, regression)) == 1
-
-
 PROGRAM = """
 import torch, torch.distributed as dist
 from torch import nn

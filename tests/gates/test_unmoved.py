@@ -70,14 +70,6 @@ def without_both(model, batch, rank):
     train(model, *part(batch, rank))
 
 
-class WithoutModel:
-    def __init__(self, model, rank):
-        self.model = model
-
-    def __call__(self, model, batch, rank):
-        without_model(self.model, batch, rank)
-
-
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
@@ -85,7 +77,6 @@ class WithoutModel:
         (without_batch, BATCH),
         (without_both, BOTH),
         (wrapping, MODEL),
-        (WithoutModel, MODEL),
     ],
 )
 def test_the_first_sentence_names_it(ranks, step, sentence):

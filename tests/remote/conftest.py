@@ -14,12 +14,15 @@ import sys
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from mgpu_check.engine.remote.connections import Connections
+from mgpu_check.engine.remote.credentials import Key, new_secret
+from mgpu_check.engine.remote.meeting import listen_at
 from tests.conftest import processes_with as started_with
 from tests.warm import STANDBYS_OF_LAUNCHED, Forked, Template
 
@@ -218,3 +221,15 @@ def launched_by(request: pytest.FixtureRequest, template: Template) -> LaunchedB
         return Launch(directory, commands, None if request.config.getoption("cold") else template)
 
     return start
+
+
+KEY = Key(new_secret(), "this test")
+
+
+@pytest.fixture
+def connections() -> Iterator[Connections]:
+    """The driver's side of the connections, for two agents."""
+    one = Connections(listen_at("127.0.0.1"), KEY, size=2, parent=None, patience=30.0)
+    one.start()
+    yield one
+    one.finish(0)
