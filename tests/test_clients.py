@@ -40,23 +40,6 @@ def test_each_client_and_each_gate_is_there(modules):
     assert (CLIENTS / "programs" / "gates_megatron_page.py").read_text() in page  # so the page's example is run
 
 
-@pytest.mark.parametrize(
-    ("expected", "wrong"),
-    [
-        ((3, ("bread",)), ""),
-        ((0, ("bread",)), "exit code 3 instead of 0"),
-        ((3, ("wine",)), "'wine' is not said"),
-        ((3, (), ("water",)), "'water' is said"),
-    ],
-)
-def test_a_wrong_verdict_is_called_wrong(modules, expected, wrong, tmp_path, capsys):
-    run, clients = modules
-    command = [sys.executable, "-c", "print('bread and water'); raise SystemExit(3)"]
-    done = run.verdict(clients.Expected(*expected), command, tmp_path, quiet=False)
-    assert done.wrong == wrong and str(done).startswith("WRONG" if wrong else "right")
-    assert ("bread and water" in capsys.readouterr().out) == bool(wrong)
-
-
 PASSES = "<testcase time='2'/>"
 NAMED = """<testcase time='3'>
 <properties><property name='mgpu_check.mistakes' value='mean-of-means world-size-factor'/></properties>

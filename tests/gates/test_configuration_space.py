@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_check import ScalingMismatch, assert_configurations_agree
+from tests.gates.diagnosed import synchronize
 
 SPACE = {"recompute": [False, True], "accumulate": [1, 2]}
 
@@ -32,9 +32,7 @@ def step(model, batch, rank, recompute, accumulate, mistake=False):
     for rows, targets in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
         output = checkpoint(model, rows, use_reentrant=False) if recompute else model(rows)
         (F.mse_loss(output, targets) / count).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= rank.size
+    synchronize(model, rank)
 
 
 def agree(ranks, step=step, **options):

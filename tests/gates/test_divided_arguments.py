@@ -66,13 +66,11 @@ def failed(*case: Any, **options: Any) -> Relations:
 @pytest.mark.parametrize(
     ("step", "placement"),
     [
-        (InDouble, {"words.weight": 0}),
-        (InDouble, {"words.*": {"tp": 0}}),
         (InDouble, {"head.*": "whole", "*": ("words.weight", {"tp": 0})}),
         (InDouble, of_function),
         (Marked, None),
     ],
-    ids=["dimension", "axis", "name", "function", "attributes"],
+    ids=["name", "function", "attributes"],
 )
 def test_a_placement_that_is_declared(ranks, step, placement):
     trials, failure = tried(ranks, TP[0], step, divided.Words, divided.texts, placement=placement)
@@ -186,7 +184,6 @@ def telling(model, batch, rank, by):
 
 
 LAST: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "stage": ({"meshes": [{"dp": 2, "pp": 2}], "returned_by": "last"}, lambda place, rank: place["pp"] == 1),
     "rank": ({"world_sizes": [2], "returned_by": "last"}, lambda place, rank: rank.index == 1),
     "axis": (
         {"meshes": [{"dp": 2, "tp": 2}], "returned_by": lambda at: at["tp"] == 0},

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,6 +11,7 @@ from mgpu_check.gates.comparison.coverage import PassLimits
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import has_equal_lengths
 from mgpu_check.gates.step_gate import micro_batches_of
+from tests.gates.diagnosed import synchronize
 from tests.gates.steps import build, chunked, regression
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -58,9 +58,7 @@ def accumulating(cut, model, batch, rank):
     parts = list(zip(cut(x), cut(y), strict=True))
     for a, b in parts:
         (F.mse_loss(model.to(rank.device)(a), b) / len(parts)).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= rank.size
+    synchronize(model, rank)
 
 
 @pytest.mark.gpus(2)

@@ -6,14 +6,13 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_check.gates.gate_arguments import Program
-from tests.gates.diagnosed import mlp, regression, report
+from tests.gates.diagnosed import mlp, regression, report, synchronize
 from tests.gates.single_cases import failure
 from tests.gates.steps import chunked
 
@@ -40,8 +39,7 @@ def recomputes(model, batch, rank, reentrant, wrong):
     model.to(rank.device)
     forward = functools.partial(checkpoint, model, use_reentrant=reentrant) if wrong else model
     F.mse_loss(forward(x.requires_grad_()), y).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    synchronize(model, rank)
 
 
 def on_one_device(model, batch):
@@ -65,8 +63,8 @@ def blurs(model, batch, rank, on, wrong):
     numbers = torch.Generator().manual_seed(3 + rank.index * wrong)
     x, y = chunked(batch, rank)
     F.mse_loss(model.to(rank.device)(x), y).backward()
+    synchronize(model, rank)
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
         noise = torch.randn_like(parameter) if on == "device" else torch.randn(parameter.shape, generator=numbers)
         parameter.grad += noise.to(rank.device)
 
