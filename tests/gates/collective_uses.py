@@ -65,10 +65,6 @@ def step(model: nn.ModuleList, batch: torch.Tensor, rank: Rank, names: Sequence[
                 parameter.grad *= rank.size
 
 
-def buffers(x: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for _ in range(rank.size)]
-
-
 @use("all_reduce")
 def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     largest = x.max()
@@ -89,20 +85,6 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     parts = [x.new_empty(count, 4) for count in counts]
     dist.all_gather(parts, x.repeat(rank.index + 1, 1))
     return torch.cat(parts).max()
-
-
-def from_first(value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Give all ranks the number that rank 0 has."""
-    number = x.new_zeros(()) if value is None else value
-    dist.all_reduce(number)
-    return number
-
-
-@use("gather")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    parts = None if rank.index else buffers(x, rank)
-    dist.gather(x.contiguous(), parts)
-    return from_first(None if parts is None else torch.cat(parts).mean(), x)
 
 
 @use("reduce_scatter")

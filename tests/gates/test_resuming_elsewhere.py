@@ -48,10 +48,7 @@ def by_hand(mistake: str = "", returned: tuple[str, ...] = ("whole", "momentum")
             parts = [torch.load(directory / f"{index}.pt") for index in range(len(list(directory.glob("?.pt"))))]
             if mistake == "order":
                 parts.reverse()
-            if mistake == "number":
-                part = parts[min(rank.index, len(parts) - 1)]
-                momentum = torch.cat([part, torch.zeros_like(momentum)])[: len(momentum)]
-            elif mistake != "lost":
+            if mistake != "lost":
                 momentum = split(joined(parts, cut=mistake != "padding"))
         for number in range(start, stop):
             x = torch.randn(24, sum(UNITS), generator=torch.Generator().manual_seed(number))
@@ -82,7 +79,6 @@ def by_hand(mistake: str = "", returned: tuple[str, ...] = ("whole", "momentum")
         ("lost", ("state-not-restored",), "on no rank as saved: momentum"),
         ("order", ("resharded-wrongly",), "momentum on ranks 0-2: each value was saved, but in another place"),
         ("padding", ("resharded-wrongly",), "with their padding"),
-        ("number", ("resharded-wrongly",), "rank 1 loads the part of rank 1, rank 2 loads the part of rank 1"),
     ],
 )
 def test_shards_by_hand_that_are_divided_wrongly(

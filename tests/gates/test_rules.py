@@ -36,7 +36,7 @@ from mgpu_check.diagnosis.rules.order import (
     findings_of_checkpoint,
     findings_of_loader,
 )
-from mgpu_check.diagnosis.tensors import Tensors, fitted, spanned
+from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.processes.collective_records import Entered
 
 START = Start("weight differs", "weight differs")
@@ -108,16 +108,6 @@ def entered(number: int, operand: str) -> Entered:
 def test_sizes_are_compared_in_one_and_the_same_collective(last, mistake):
     calls = UnfinishedCall(2, 4, "rank 0 did not finish", last=dict(enumerate(last)), some_finished=True)
     assert [finding.mistake for finding in findings_of_calls(calls, 2, Attempts())] == [mistake]
-
-
-def test_parts_of_which_one_is_empty_may_add_up_to_the_batch():
-    part = torch.arange(8.0).double()
-    columns, empty, other = [[part]], torch.zeros(8).double(), torch.ones(8).double()
-    assert spanned([*columns, [empty]], [3 * part]) is True
-    assert fitted([*columns, [empty]], [3 * part]) is None  # more than one choice
-    assert fitted([*columns, [other]], [3 * part + other]) == pytest.approx([3, 1])
-    assert spanned([*columns, [other]], [part.square()]) is False
-    assert spanned([[part[:3]], [other[:3]]], [part[:3]]) is None
 
 
 def epoch(*ranks: str, batches=(), **more) -> EpochSamples:

@@ -57,7 +57,7 @@ class Fsdp(Step):
 
     def divided(self, model: nn.Module) -> nn.Module:
         for layer in (model.up, model.down):
-            fully_shard(layer)
+            fully_shard(layer)  # type: ignore[arg-type]
         return fully_shard(model)  # type: ignore[return-value]
 
     def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:

@@ -93,7 +93,7 @@ MISTAKES = [  # model, way, a part of the reason
     ("Mean", "fsdp2", "buffers-drift"),
     ("Summed", "own", "world-size-factor"),
     ("Restarting", "cp", "returned loss: got "),
-    ("Shifting", "cp", "returned loss: got "),
+    ("Shifting", "cp", "labels-shifted-after-split"),
 ]
 SLOW = ("Contrastive", "Noise", "Gathered", "Mean", "Summed", "Restarting", "Shifting")
 

@@ -156,12 +156,6 @@ def test_a_gap_is_missing():
     assert gap.value[gap.missing].unique().tolist() == [0.0]
 
 
-def test_of_several_holders_the_first_counts():
-    part = Slice("a", (4,), indexed((4,), slice(0, 4)))
-    one = assembled([(part, torch.ones(4)), (part, torch.zeros(4))])
-    assert one.value.tolist() == [1.0] * 4
-
-
 def test_a_slice_reads_and_writes_its_elements():
     one = Slice("bias", (7,), torch.tensor([4, 2]), within=(1, 3))
     local, whole = torch.tensor([9.0, 1.0, 2.0, 9.0]), torch.zeros(7)

@@ -122,15 +122,6 @@ def test_measuring_leaves_inputs_and_random_state_alone() -> None:
     assert all(torch.equal(inputs[name], value) for name, value in before.items())
 
 
-def test_misuse() -> None:
-    with pytest.raises(ValueError, match="no floating-point tensor"):
-        measure_step(lambda inputs: inputs, {"labels": torch.tensor([1])})
-    with pytest.raises(ValueError, match="singles have"):
-        measure_step(lambda inputs: inputs, {"x": torch.ones(2)}, singles=[{"y": torch.ones(2)}])
-    with pytest.raises(ValueError, match="singles have"):
-        measure_step_provisionally(lambda inputs: inputs, {"x": torch.ones(2)}, {"y": torch.ones(2)})
-
-
 @pytest.mark.slow
 def test_resnet18_is_within_the_tolerance() -> None:
     training = TrainingSpec("resnet18", 6, width=4, seed=0)

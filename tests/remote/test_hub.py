@@ -178,19 +178,13 @@ BOOTS = {"boot": "1f0c9a3e-6c1d"}, {"boot": "77aa0b1c-0000"}
     ("places", "ranks", "names"),
     [
         (({"host": "same"}, {"host": "same"}), [(0,), (1,)], ["same (node 0)", "same (node 1)"]),
-        # Containers of one machine.
-        (
-            ({"host": "same", **BOOTS[0]}, {"host": "same", **BOOTS[0]}),
-            [(0,), (1,)],
-            ["same (node 0)", "same (node 1)"],
-        ),
         ((NOWHERE, NOWHERE), [(0, 1)], [""]),  # one machine
         (
             ({**NOWHERE, **BOOTS[0]}, {**NOWHERE, **BOOTS[1]}),
             *([(0,), (1,)], ["same (boot 1f0c9a3e)", "same (boot 77aa0b1c)"]),
         ),
     ],
-    ids=["by node", "by node on one machine", "one by name", "by boot"],
+    ids=["by node", "one by name", "by boot"],
 )
 def test_hosts_of_one_name_are_told_apart(
     connections: Connections, places: tuple[dict[str, Any], ...], ranks: list[tuple[int, ...]], names: list[str]

@@ -89,10 +89,16 @@ def test_ranks_are_where_the_launcher_put_them(
     assert run.codes == [1, *[0] * (len(processes) - 1)]
 
 
-def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path, launched_by: LaunchedBy):
-    run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, "--gpus=3").wait()
-    assert "--gpus=3 (--gpus), but 2 ranks were launched" in run.output
-    assert "use --gpus=2 or a multiple of it" in run.output
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus=3"], ["--gpus=3 (--gpus), but 2 ranks were launched", "use --gpus=2 or a multiple of it"]),
+        (["--gpus=2", "-n2"], ["-n is for one machine"]),
+    ],
+)
+def test_what_cannot_work_is_a_usage_error(options, said, tmp_path: Path, launched_by: LaunchedBy):
+    run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, *options).wait()
+    assert all(words in run.output for words in said), run.output
     assert run.codes == [4, 0]
 
 
@@ -101,12 +107,6 @@ def test_without_a_driver_all_end(tmp_path: Path, launched_by: LaunchedBy):
     run = launched_by(of_classic_variables(free_port()), source, tmp_path, "--gpus=2").wait()
     assert "the driver ended without a result, by signal SIGKILL" in run.output
     assert run.codes == [70, 70]
-
-
-def test_xdist_is_refused(tmp_path: Path, launched_by: LaunchedBy):
-    run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, "--gpus=2", "-n2").wait()
-    assert "-n is for one machine" in run.output
-    assert run.codes == [4, 0]
 
 
 def test_the_closing_table_says_of_which_node_a_check_is(tmp_path: Path, launched_by: LaunchedBy):
