@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,7 +48,15 @@ LOOSE = {"__init__", "__main__"} | {
 
 @functools.cache
 def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in statements(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def statements(block: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements in a block, also those within others; `ast.walk` goes through their expressions, too."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for node in getattr(block, field, ()):
+            yield node
+            yield from statements(node)
 
 
 @functools.cache

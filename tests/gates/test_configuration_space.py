@@ -40,6 +40,7 @@ def agree(ranks, step=step, **options):
     assert_configurations_agree(ranks, step, build=build, batch=batch, sizes=[8], max_examples=1, **arguments)
 
 
+@pytest.mark.slow  # the valid part agrees each day, below
 def test_a_right_step_agrees_in_the_whole_space(ranks):
     agree(ranks, on=lambda accumulate, **_: {"dp": 2 if accumulate == 1 else 4})
 

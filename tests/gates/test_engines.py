@@ -49,14 +49,15 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow  # test_a_step_of_the_trainer has a right pair each day
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        pytest.param({"names": FUSED}, marks=pytest.mark.slow),
-        pytest.param({"trainer": functools.partial(trainer, sharded=False)}, marks=pytest.mark.slow),
-        pytest.param({"engine": functools.partial(Engine, fault="of tokens")}, marks=pytest.mark.slow),
-        pytest.param({"engine": functools.partial(Engine, dtype=torch.bfloat16)}, marks=pytest.mark.slow),
+        {"names": FUSED},
+        {"trainer": functools.partial(trainer, sharded=False)},
+        {"engine": functools.partial(Engine, fault="of tokens")},
+        {"engine": functools.partial(Engine, dtype=torch.bfloat16)},
     ],
     ids=["alike", "names", "replicated", "of-tokens", "bfloat16"],
 )

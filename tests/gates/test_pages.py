@@ -25,7 +25,7 @@ WEEKLY = {
     *("buffers-drift", "dataset-not-split", "epochs-not-reshuffled", "evaluation-differs", "not-waited"),
     *("resharded-wrongly", "restored-on-one-rank", "samples-missed"),
     *("other-values-combined", "labels-shifted-after-split", "not-scattered", "gradient-cut-by-collective"),
-    *("low-precision-arithmetic", "low-precision-overflow", "integer-division"),
+    *("low-precision-arithmetic", "low-precision-overflow", "integer-division", "strided-view"),
     *("blocks-in-other-order", "partial-result-added-on-every-rank", "result-discarded"),
     *("gathered-in-other-order", "uneven-steps", "value-of-one-rank", "wrong-reduction"),
 }

@@ -222,13 +222,10 @@ def returned(right, *got):
     ("right", "got", "found"),
     [
         ([1, 1, 1], [2, 0, 1], True),
-        ([3, 3], [4, 2], True),
         ([1, 1, 1], [2, 1, 1], False),  # on several, and none is missed
         ([1, 1, 1], [0, 1, 1], False),  # missed, and none is on several
         ([1, 2, 1], [2, 1, 1], False),  # these are no counts of samples
-        ([1, 1], [2, 0, 1], False),
         ([[1, 1]], [[2, 0]], False),
-        ([1], [2], False),
     ],
 )
 def test_counts_of_samples_tell_of_a_split_that_differs(right, got, found):
@@ -242,13 +239,10 @@ def test_counts_of_samples_tell_of_a_split_that_differs(right, got, found):
     [
         (4, (8, 8), True),
         ([4, 2], ([8, 4], [8, 4]), True),
-        (4, (12, 12, 12), True),
         (4, (8, 8, 8), False),
         (4, (8, 4), True),  # as on rank 0
         (4, (4, 8), False),
         (4.0, (8.0, 8.0), False),  # a sum may be off by the world size for other reasons
-        (0, (0, 0), False),
-        ([4], ([8, 8], [8, 8]), False),
     ],
 )
 def test_a_count_that_is_too_large_by_the_world_size_is_that_of_all_samples_on_each_rank(right, got, found):

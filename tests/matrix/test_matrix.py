@@ -358,8 +358,16 @@ def check_example(kind: str, text: str) -> None:
         assert "    n=2,\n" in text
 
 
+# Of the same kind as a fault that is in the body each day: sigkill, sigsegv, raises, memory, sleeps, and garbage.
+LIKE_OTHERS = (
+    *("exit-0", "sigterm", "abort", "exit-7-after-the-last-collective", "keyboard-interrupt", "overflow"),
+    *("memory-used-up", "prints-50-mb", "spins-in-c", "buffer-of-no-message", "buffer-beyond-all-memory"),
+    *("message-of-another-kind", "closes-its-connection"),
+)
+
+
 def shown_quickly(situation: str, name: str) -> bool:
-    in_body = situation == "body" and name not in VARIATIONS
+    in_body = situation == "body" and name not in (*VARIATIONS, *LIKE_OTHERS)
     return in_body or name in SHOWN_EVERYWHERE or name in SHOWN_IN.get(situation, ())
 
 
