@@ -319,7 +319,7 @@ SHOWN_EVERYWHERE = ("raises", "sigkill", "garbage", "sleeps", "destroyed-group",
 # And what differs there from a call in the body.
 SHOWN_IN = {
     "setup": ("unpicklable-argument",),
-    "xdist": ("kills-the-fork-server", "shared-memory-with-names"),
+    "xdist": ("shared-memory-with-names",),
     "idle": (
         *("buffer-of-no-message", "message-of-another-kind", "message-that-cannot-be-loaded", "half-a-message"),
         *("closes-its-connection", "shuts-its-connection-down", "sigsegv", "collective-alone", "sigstop"),
