@@ -114,7 +114,7 @@ PROGRAMS = [  # a step, what one device does, the mistake, and in what ranks fir
 def test_a_program_is_named_by_its_mistake(ranks, step, reference, mistake, parting):
     found = report(ranks, functools.partial(step, wrong=True), reference=reference)
     assert found.mistakes[0] == mistake, str(found)
-    where = re.search(r"ranks first part (?:at|after) \S*test_diagnosis\.py:\d+, (.*)", str(found))
+    where = re.search(r"ranks first part (?:at|after) tests/gates/\w+\.py:\d+, (.*)", str(found))
     assert where is not None and parting in where[1], str(found)
 
 
