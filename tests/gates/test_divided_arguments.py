@@ -214,7 +214,7 @@ def test_ranks_whose_values_count_must_agree(ranks):
     assert [*relations.wrong.values()] == [[1]]
 
 
-# What slices tell
+# Parameters that an optimizer has as a copy, or on one rank
 
 
 class NotGathered(divided.FlatShards):
