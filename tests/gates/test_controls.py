@@ -37,13 +37,6 @@ from tests.gates.single_cases import failure
 pytestmark = pytest.mark.gpus(2)
 
 
-def spoiled(model, rank, by: float) -> None:
-    """Scale some elements of a gradient on all ranks, so that no known mistake explains it."""
-    if rank.size > 1:
-        for parameter in model.parameters():
-            parameter.grad *= 1 + by * torch.linspace(0.5, 1, parameter.numel(), device=rank.device).view_as(parameter)
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +71,8 @@ def test_parts_of_the_gradient_of_an_activation_are_to_be_added_up(ranks):
 def is_off_by_little(model, batch, rank):
     backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
     synchronize(model, rank)
-    spoiled(model, rank, 5e-5)
+    for parameter in model.parameters():  # so that no known mistake explains it
+        parameter.grad *= 1 + torch.linspace(2e-5, 5e-5, parameter.numel(), device=rank.device).view_as(parameter)
 
 
 def with_a_head_of_zeros() -> torch.nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mgpu_check import Rank
 from mgpu_check.gates.gate_arguments import Program
+from mgpu_check.gates.run.shards import Held
 from tests.gates.single_cases import failure
 from tests.gates.steps import build, variant
 
@@ -180,3 +182,11 @@ def test_a_copy_that_a_library_divides_passes(ranks: Any, step: Any) -> None:
 def test_a_shard_that_is_not_stepped_is_refuted_by_its_values(ranks: Any, copies: bool) -> None:
     failed = failure(ranks, Program(variant(ShardedCopy, copies=copies, wrong=True), build, rows), 2, 4)
     assert failed is not None and failed.error is None
+
+
+def test_a_gradient_that_is_not_reduced_is_reduced_before_its_part_is_copied() -> None:
+    """Of stand-ins for DTensors."""
+    reduced, placed = SimpleNamespace(to_local=lambda: torch.ones(2)), SimpleNamespace(placements=("shard",))
+    gradient = SimpleNamespace(placements=("partial",), redistribute=lambda placements: reduced, to_local=None)
+    tensor: Any = placed
+    assert Held("params", "w", tensor, local=True).copy_of(gradient).tolist() == [1.0, 1.0]
