@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -112,7 +114,7 @@ def test_the_length_of_most_tensors_counts_samples(batch, count):
 
 def test_each_step_has_a_batch_of_its_own_seed():
     def batch(n):
-        return (torch.rand(n, 2),)
+        return (torch.rand(n, 2) + random.random() + numpy.random.rand(),)
 
     one, again = (make_batches(batch, (), 3, 2, "", 2.0, 4) for _ in range(2))
     assert [made[0].shape for made in one] == [(3, 2)] * 2
