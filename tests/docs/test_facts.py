@@ -129,11 +129,6 @@ def test_links_of_the_readme_are_absolute_on_a_package_index() -> None:
     assert _links(text) == [link if "://" in link else files + link for link in links]
 
 
-def test_the_source_distribution_has_every_page() -> None:
-    included = project()["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    assert {f"/{page.relative_to(ROOT).parts[0]}" for page in all_pages()} <= {*included}
-
-
 def _links(text: str) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", text)
 

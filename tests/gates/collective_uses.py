@@ -72,13 +72,6 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return largest
 
 
-@use("all_reduce in a group")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.sum()
-    dist.all_reduce(total, group=dist.new_group(list(range(rank.size))))
-    return total
-
-
 @use("all_gather uneven")
 def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     counts = [len(x) * (index + 1) for index in range(rank.size)]

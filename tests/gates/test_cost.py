@@ -23,6 +23,7 @@ from mgpu_check.gates.run.measurement import (
     measure_provisionally,
     of_parts,
 )
+from mgpu_check.gates.run.step_runs import run_step
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
 from tests.gates.steps import batch, build, right, tutorial
@@ -132,16 +133,10 @@ def test_what_is_granted_provisionally_is_granted_in_full(ranks):
     for factor, holds in ((1, True), (-1, True), (40, False)):
         moved = dataclasses.replace(program, step=TooLarge({name: factor * value for name, value in off.items()}))
         # The step alone on one device, so that its own rounding is that of the reference.
-        seen = ranks.run(_observed, moved, scenario, size=1)
+        seen = ranks.run(run_step, moved, scenario, True, size=1)
         assert relations_of(provisional, seen, KINDS, None).holds is holds
         assert relations_of(full, seen, KINDS, None).holds is holds
     assert all((allowed_for(full, name, None) >= provisional.tolerance[name] * 0.9).all() for name in parts)
-
-
-def _observed(rank, program, scenario):
-    from mgpu_check.gates.run.step_runs import run_step
-
-    return run_step(rank, program, scenario, True)
 
 
 _WIDE = LARGE // 20

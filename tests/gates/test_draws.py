@@ -83,6 +83,7 @@ ATTENTION = nn.MultiheadAttention(8, 2, batch_first=True)
         (lambda: functional.dropout(X, 0.0), False),
         (lambda: functional.dropout(X, 0.5, training=False), False),
         (lambda: functional.rrelu(X, training=True), True),
+        (lambda: functional.rrelu(X), False),
         (lambda: ATTENTION(X[0], X[0], X[0]), False),
         (lambda: X @ X.mT, False),
     ],

@@ -12,7 +12,6 @@ from torch import nn
 
 from mgpu_check import Rank
 from mgpu_check.gates.gate_arguments import Program
-from mgpu_check.gates.run import hypotheses
 from mgpu_check.torch_hooks.collectives import own_groups
 from tests.gates.diagnosed import mlp, report, synchronize
 from tests.gates.single_cases import failure
@@ -122,9 +121,3 @@ def test_the_change_that_makes_a_step_right_names_its_mistake(ranks, program, mi
     assert found.mistakes[0] == mistake, str(found)
     assert evidence in str(found)
     assert failure(ranks, Program(functools.partial(program, wrong=False), mlp, batch), 2, 4) is None
-
-
-def test_blocks_are_exchanged_in_all_layers_alike_and_then_in_each():
-    shapes = {f"blocks.{i}.up.weight": torch.Size((8, 4)) for i in range(2)}
-    changed = dict.fromkeys(tuple(dims) for _, dims in hypotheses._orders(shapes, 2))
-    assert [*changed] == [tuple(shapes), *((name,) for name in shapes)]

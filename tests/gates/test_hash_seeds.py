@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -183,6 +184,14 @@ class Holder:
         return frozenset(NAMES)
 
 
+def by_class() -> object:
+    return Holder()
+
+
+def by_default(how: Any = comprehension) -> object:
+    return how([])
+
+
 def by_closure() -> Any:
     def inner() -> object:
         return comprehension([])
@@ -190,13 +199,25 @@ def by_closure() -> Any:
     return inner
 
 
+def by_module() -> object:
+    return helpers.named()
+
+
+helpers = types.ModuleType("helpers")
+helpers.__file__ = "/home/user/helpers.py"
+exec(compile("def named():\n    return set()\n", helpers.__file__, "exec"), vars(helpers))
+
+
 @pytest.mark.parametrize(
     ("function", "names"),
     [
         (comprehension, ["comprehension"]),
         (difference, ["difference"]),
+        (by_class, ["chosen"]),
         (Holder().chosen, ["chosen"]),
+        (by_default, ["comprehension"]),
         (by_closure(), ["comprehension"]),
+        (by_module, ["named"]),
         (functools.partial(in_order, True), ["in_order"]),
         (member, []),
         (batch, []),

@@ -225,6 +225,7 @@ def returned(right, *got):
         ([1, 1, 1], [2, 1, 1], False),  # on several, and none is missed
         ([1, 1, 1], [0, 1, 1], False),  # missed, and none is on several
         ([1, 2, 1], [2, 1, 1], False),  # these are no counts of samples
+        ([1, 1], [2, 0, 1], False),
         ([[1, 1]], [[2, 0]], False),
     ],
 )
@@ -242,6 +243,8 @@ def test_counts_of_samples_tell_of_a_split_that_differs(right, got, found):
         (4, (8, 8, 8), False),
         (4, (8, 4), True),  # as on rank 0
         (4, (4, 8), False),
+        (0, (0, 0), False),
+        ([4], ([8, 8], [8, 8]), False),
         (4.0, (8.0, 8.0), False),  # a sum may be off by the world size for other reasons
     ],
 )

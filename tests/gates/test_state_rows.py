@@ -91,7 +91,9 @@ def test_an_entry_is_as_in_an_uninterrupted_run_or_it_is_said_how_it_differs(tmp
         ("a", "b", False),
         (0.5, 0.50001, False),
         (1, 1.0, False),
+        (END, 1, False),
         (END, ABSENT, False),
+        (ABSENT, END, False),
     ],
     ids=str,
 )
