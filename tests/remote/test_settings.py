@@ -26,11 +26,13 @@ PYTEST = ("pytest", "test_it.py")
         (PYTEST, {VARIABLE: ""}, "agent_key_file = /c\ntrust_network = yes", (None, True, None, 300.0)),
         (PYTEST, {}, "addopts = --trust-network --agent-timeout=7", (None, True, None, 7.0)),
         (PYTEST, {"PYTEST_ADDOPTS": "--agent-key-file=/d"}, "", ("/d", False, None, 300.0)),
+        (PYTEST, {"MGPU_CHECK_TRUST_NETWORK": "1"}, "", (None, True, None, 300.0)),
         # The suite does not read the ini file of the directory.
         (SUITE, {VARIABLE: "/b"}, "agent_key_file = /c\ntrust_network = yes", ("/b", False, None, 300.0)),
         (("selftest", "--agent-key-file=/a"), {}, "", ("/a", False, None, 300.0)),
         # The driver reports a wrong value, once.
         ((*PYTEST, "--rank-timeout=never"), {VARIABLE: "/b"}, "", (None, False, None, 300.0)),
+        ((*PYTEST, "-p", "no_such_plugin"), {}, "", (None, False, None, 300.0)),
         ((*PYTEST, "--trust-network", "--agent-key-file=/a"), {}, "", (None, False, None, 300.0)),
     ],
 )

@@ -35,7 +35,8 @@ CLASSIC = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTE
 
 def test_of_torchrun():
     launched = LaunchedProcess("torchrun", 5, 8, 1, 4, 1, "alpha", 29500, has_store=True, final=False, run="none")
-    assert launched_process_of(TORCHRUN) == launched
+    assert launched_process_of(TORCHRUN) == launched and not launched.alone
+    assert launched_process_of({**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}).alone
 
 
 def test_torchrun_may_keep_its_store_for_itself_and_is_final_without_restarts():
