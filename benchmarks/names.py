@@ -130,18 +130,17 @@ def test_page(ranks, name, kind):
 """
 
 _EXAMPLE_TESTS = """\
+import functools
 import pytest
 from mgpu_check import assert_step_scales
-from tests.gates import diagnosed_by_batch, diagnosed_by_rank, diagnosed_by_term
-from tests.gates.diagnosed import ALL
-from tests.gates.test_diagnosis import step_of
+from tests.gates.diagnosed import mlp, regression
+from tests.gates.test_diagnosis import PROGRAMS
 
-@pytest.mark.parametrize("name", ALL)
-def test_example(ranks, name, request):
-    program = ALL[name]
-    request.node.name = f"{{name}} {{program.mistake}}"
-    options = dict(build=program.build, batch=program.batch, reference=program.reference, sizes=program.samples)
-    assert_step_scales(ranks, step_of(program, wrong=True), max_examples=1, **options)
+@pytest.mark.parametrize(("step", "reference", "mistake", "parting"), PROGRAMS)
+def test_example(ranks, step, reference, mistake, parting, request):
+    request.node.name = f"{{step.__name__}} {{mistake}}"
+    options = dict(build=mlp, batch=regression, reference=reference, sizes=4)
+    assert_step_scales(ranks, functools.partial(step, wrong=True), max_examples=1, **options)
 """
 
 _DIVIDED_TESTS = """\

@@ -27,8 +27,6 @@ settings.load_profile("without deadlines")  # other tests may keep the processor
 if TYPE_CHECKING:
     from tests.warm import Template
 
-HEADINGS = ("case", "verdict", "seconds", "next test", "left", "told")
-
 
 def processes_with(variable: str, value: str) -> dict[int, str]:
     """Processes that were started with `value` in `variable`, even if they have changed their environment; pid -> name."""
@@ -161,18 +159,3 @@ def pytest_configure(config: pytest.Config) -> None:
     # for the examples, too: those may run on real ones.
     if config.inipath == INI and config.option.gpus is None:
         config.option.gpus, config.option.simulate = "16", "cpu"
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the fault matrix. Here, because under pytest-xdist the process that prints does not collect."""
-    reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name)]
-    found = [dict(report.user_properties).get("matrix") for report in reports if report.when == "call"]
-    rows = sorted(str(row).split("\t") for row in found if row)
-    if not rows:
-        return
-    terminalreporter.section("fault matrix", sep="=")
-    widths = [max(len(row[i]) for row in [*rows, list(HEADINGS)]) for i in range(len(HEADINGS) - 1)]
-    for row in [list(HEADINGS), *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        terminalreporter.write_line("  ".join([*cells, row[-1][:100]]).rstrip())

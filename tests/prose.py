@@ -113,7 +113,7 @@ def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
 
 def _texts_of_code(source: str) -> Iterator[tuple[int, str]]:
     within: set[int] = set()  # the lines of texts of several lines, all but the last
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(ast.parse(source)):
         text = ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
@@ -127,6 +127,20 @@ def _texts_of_code(source: str) -> Iterator[tuple[int, str]]:
         comment = _COMMENT.match(line) if "#" in line and number not in within else None
         if comment and not comment[1].startswith(_FOR_TOOLS):
             yield number, comment[1].strip()
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree but for names; `ast.walk` takes three times as long."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for field in node._fields:
+            value = getattr(node, field, None)
+            if value.__class__ is list:
+                left += [one for one in value if isinstance(one, ast.AST) and one.__class__ is not ast.Name]
+            elif isinstance(value, ast.AST) and value._fields and value.__class__ is not ast.Name:
+                left.append(value)
 
 
 def _hits(text: str) -> Iterator[tuple[int, str, str]]:

@@ -57,7 +57,6 @@ _OURS = (  # what a run imports before its ranks replace functions of torch: the
 _THREADS = "OMP_NUM_THREADS"  # torch can be told later, too
 _COMPARED = "_MGPU_CHECK_COMPARE"  # a variable that processes of a script have which is compared
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_CLONE_NEWNET = 0x40000000
 _OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a process
 
@@ -168,20 +167,12 @@ def _run(request: int, directory: int, *streams: int) -> None:
         file.seek(0)
         asked = json.load(file)
     _become(asked["environment"], directory, streams, session=True)
-    if asked["network"]:
-        _enter(asked["network"])
     for name in asked["imports"]:
         importlib.import_module(name)
     for _ in range(asked["standbys"]):
         _Standby()
     _adopt()
     _end(_interpret, asked["words"])
-
-
-def _enter(network: str) -> None:
-    with open(f"/run/netns/{network}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _adopt() -> None:

@@ -41,6 +41,11 @@ def test_step(ranks):
         world_sizes=[2],
         max_examples=1,
     )
+
+
+def test_options(pytestconfig):
+    assert hasattr(pytestconfig.option, "gpus")
+    assert not [name for name in vars(pytestconfig.option) if name.startswith("accept_")]
 """
 
 
@@ -48,7 +53,7 @@ def test_step(ranks):
 def core(tmp_path_factory):
     """The environment of a copy of the package that has no application, and none of their commands."""
     directory = tmp_path_factory.mktemp("core")
-    names = [*applications(), *(f"{name}.py" for name in COMMANDS), "__pycache__"]
+    names = [*applications(), *(f"{name}.py" for name in COMMANDS)]
     shutil.copytree(
         PACKAGE,
         directory / "mgpu_check",
@@ -77,8 +82,7 @@ def test_a_gate_without_applications(core, tmp_path):
     for name, divisor in (("right", "len(inputs) * rank.size"), ("wrong", "len(inputs)")):
         (tmp_path / f"test_{name}.py").write_text(TESTS.replace("DIVISOR", divisor))
     result = run(core, tmp_path, "-m", "pytest", "--gpus=2", "--simulate", "-p", "no:cacheprovider")
-    assert "1 failed, 1 passed, 2 SIMULATED GPUs" in result.stdout, result.stdout
-    assert "accept-" not in run(core, tmp_path, "-m", "pytest", "--help").stdout
+    assert "1 failed, 3 passed, 2 SIMULATED GPUs" in result.stdout, result.stdout
 
 
 @pytest.mark.slow

@@ -96,7 +96,6 @@ class Template:
         standbys: int | None = None,
         imports: Sequence[str] = (),
         directory: str | os.PathLike[str] = ".",
-        network: str | None = None,
         stdin: int | None = None,
     ) -> Forked:
         """``python -m pytest`` with `arguments`.
@@ -105,7 +104,6 @@ class Template:
             program: what the interpreter runs instead: ``-m`` and a module, or ``-c`` and code, or a script.
             standbys: how many processes it will start that can be forked; None: as `arguments` say.
             imports: modules that it, and its standbys, have imported.
-            network: the name of a network namespace that it is in, as ``ip netns`` has made it.
             stdin: its standard input; None: one that is at its end.
         """
         self._start()
@@ -117,7 +115,6 @@ class Template:
             "environment": dict(environment),
             "standbys": _standbys([*program, *arguments]) if standbys is None else standbys,
             "imports": list(imports),
-            "network": network,
         }
         with theirs, tempfile.TemporaryFile() as request, open(os.devnull) as nothing:
             request.write(json.dumps(asked).encode())

@@ -102,8 +102,8 @@ def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.P
         assert_shows(result, block.text)
 
 
-WEEKLY = {DOCS / "how-to" / f"gate-{name}.md" for name in ("model-parallel", "reinforcement-learning")}
-"""Their gates have tests for each day, in tests/gates/test_divided.py and test_engines.py."""
+WEEKLY = {DOCS / "how-to" / f"gate-{name}.md" for name in ("model-parallel", "recovery", "reinforcement-learning")}
+"""Their gates have tests for each day, in tests/gates/test_divided.py, test_survival.py and test_engines.py."""
 MEGATRON = DOCS / "how-to" / "megatron.md"
 FEW_EXAMPLES = """
 from hypothesis import settings

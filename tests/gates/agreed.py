@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import Rank
+from tests.gates.divided import Reduced
 from tests.gates.steps import variant
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -72,18 +72,6 @@ class Sharded(Replicated):
         return samples.chunk(dp.size())[dp.get_local_rank()]
 
 
-class Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 class Cut(nn.Module):
     """The layers of an `Mlp`, cut by hand."""
 
@@ -97,8 +85,8 @@ class Cut(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, down = self.model.up(x).relu(), self.model.down
         if self.wrong:
-            return Summed.apply(F.linear(hidden, down.weight, down.bias))
-        return Summed.apply(F.linear(hidden, down.weight)) + down.bias
+            return Reduced.apply(F.linear(hidden, down.weight, down.bias), None)
+        return Reduced.apply(F.linear(hidden, down.weight), None) + down.bias
 
 
 class TensorParallel(Replicated):
@@ -141,5 +129,5 @@ class Experts(TensorParallel):
     def __call__(self, model: nn.Module, batch: Batch, rank: Rank) -> None:
         inputs, targets = (each.to(rank.device) for each in batch)
         self.optimizer.zero_grad()
-        F.mse_loss(Summed.apply(self.model(inputs, self.first)), targets).backward()
+        F.mse_loss(Reduced.apply(self.model(inputs, self.first), None), targets).backward()
         self.optimizer.step()

@@ -65,37 +65,11 @@ def step(model: nn.ModuleList, batch: torch.Tensor, rank: Rank, names: Sequence[
                 parameter.grad *= rank.size
 
 
-def buffers(x: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for _ in range(rank.size)]
-
-
 @use("all_reduce")
 def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     largest = x.max()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest
-
-
-@use("all_reduce asynchronous")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.sum(0)
-    dist.all_reduce(total, async_op=True).wait()
-    return total.mean()
-
-
-@use("all_reduce in a group")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.sum()
-    dist.all_reduce(total, group=dist.new_group(list(range(rank.size))))
-    return total
-
-
-@use("reduce")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.sum(0)
-    dist.reduce(total, 0)  # rank 0 alone has it, and gives it to the others
-    dist.broadcast(total, 0)
-    return total.mean()
 
 
 @use("all_gather uneven")
@@ -104,20 +78,6 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     parts = [x.new_empty(count, 4) for count in counts]
     dist.all_gather(parts, x.repeat(rank.index + 1, 1))
     return torch.cat(parts).max()
-
-
-def from_first(value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Give all ranks the number that rank 0 has."""
-    number = x.new_zeros(()) if value is None else value
-    dist.all_reduce(number)
-    return number
-
-
-@use("gather")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    parts = None if rank.index else buffers(x, rank)
-    dist.gather(x.contiguous(), parts)
-    return from_first(None if parts is None else torch.cat(parts).mean(), x)
 
 
 @use("reduce_scatter")
@@ -138,13 +98,6 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     taken = x.new_empty(rank.size)
     dist.all_to_all_single(taken, x.mean().repeat(rank.size))
     return together(taken)
-
-
-@use("all_gather_object")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    found = [None] * rank.size
-    dist.all_gather_object(found, float(x.max()))
-    return x.new_tensor(max(found))
 
 
 def exchange(x: torch.Tensor, rank: Rank) -> torch.Tensor:
@@ -181,7 +134,6 @@ USES["isend of a pipeline"] = pipeline
 
 USES |= {
     "all_reduce differentiable": lambda x, rank: differentiable.all_reduce(x.sum()),
-    "all_reduce functional": lambda x, rank: functional.all_reduce(x.max(), "max", dist.group.WORLD) + 0,
     "all_gather differentiable": lambda x, rank: torch.cat(differentiable.all_gather(x)).mean(),
     "all_gather_tensor": lambda x, rank: functional.all_gather_tensor(x.contiguous(), 0, dist.group.WORLD).mean(),
 }

@@ -136,7 +136,7 @@ class Copied(torch.autograd.Function):
     """Forward the same on all ranks of a group; backward the sum over them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -151,7 +151,7 @@ class Reduced(torch.autograd.Function):
     """Forward the sum over the ranks of a group; backward the same on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x

@@ -39,8 +39,8 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tens
 def from_checkpoints(worker: Worker, fault: str = "") -> dict[str, Any]:
     """Train under ``torchrun --max-restarts``: all ranks start again from the last checkpoint.
 
-    `fault`: "torn" files, "moments" not loaded, the "place" in the data not loaded, "unseeded", "late" (saved before
-    the step, as if it had been made), "one rank" that loads nothing.
+    `fault`: "torn" files, "moments" not loaded, the "place" in the data not loaded, "late" (saved before the step, as if
+    it had been made), "one rank" that loads nothing.
     """
     dist.init_process_group("nccl", timeout=timedelta(seconds=20))
     model, optimizer = made(worker)
@@ -72,15 +72,13 @@ def from_checkpoints(worker: Worker, fault: str = "") -> dict[str, Any]:
             if fault != "torn":
                 os.replace(new, path)
         dist.barrier(device_ids=[worker.rank])
-    extra = {"drawn": torch.rand(1)} if fault == "unseeded" else {}
-    return {"model": model.state_dict(), "samples": counts, **extra}
+    return {"model": model.state_dict(), "samples": counts}
 
 
 def elastic(worker: Worker, fault: str = "") -> dict[str, Any]:
     """Go on without the ranks that are gone: those that are left agree on a step, and form a new group.
 
-    `fault`: "no detection" (the error ends the rank), "own step" (no agreement on the step), "own share" (the samples
-    of the rank that is gone are left out).
+    `fault`: "no detection" (the error ends the rank), "own share" (the samples of the rank that is gone are left out).
     """
     limit = timedelta(seconds=2)
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
@@ -129,7 +127,7 @@ def elastic(worker: Worker, fault: str = "") -> dict[str, Any]:
             if dist.is_initialized():
                 dist.destroy_process_group()
             members, step = agreement(store, generation, worker.rank, members, len(kept) - 1)
-            restore(len(kept) - 1 if fault == "own step" else step)
+            restore(step)
     return {"model": model.state_dict(), "samples": counts}
 
 

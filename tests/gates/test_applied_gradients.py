@@ -1,15 +1,12 @@
 """The gradients that a gate compares are those that optimizers apply, whatever an optimizer writes into them."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mgpu_check.gates.run.step_recorder import AppliedGradients
+from tests.gates.agreed import Replicated
 from tests.gates.steps import chunked, passes, refuted, regression, variant
 
 pytestmark = pytest.mark.gpus(2)
@@ -23,27 +20,14 @@ def gate(judge, ranks, step, **options):
     return judge(ranks, step, build=build, batch=regression, sizes=4, max_examples=1, **options)
 
 
-def nesterov(parameters, **options):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, **options)
-
-
-class Step:
+class Step(Replicated):
     """On devices torch's foreach optimizers add the momentum to `grad`, on the CPU they do not."""
 
-    wraps, returns = True, False
-
-    def __init__(self, model, rank):
-        self.net = DDP(model.to(rank.device)) if self.wraps else model.to(rank.device)
-        self.optimizer = self.make(model, rank)
-
-    def make(self, model, rank):
-        return nesterov(model.parameters())
+    kind, options = torch.optim.SGD, {"momentum": 0.9, "nesterov": True}
+    returns = False
 
     def __call__(self, model, batch, rank):
-        x, y = chunked(batch, rank)
-        self.optimizer.zero_grad()
-        F.mse_loss(self.net(x), y).backward()
-        self.optimizer.step()
+        super().__call__(model, batch, rank)
         return {name: parameter.grad for name, parameter in model.named_parameters()} if self.returns else None
 
 
@@ -51,7 +35,7 @@ class Reference:
     returns = False
 
     def __init__(self, model):
-        self.optimizer = nesterov(model.parameters())
+        self.optimizer = Step.kind(model.parameters(), lr=0.01, **Step.options)
 
     def __call__(self, model, batch):
         self.optimizer.zero_grad()
@@ -68,56 +52,56 @@ class Closed(Step):
 
         def closure():
             self.optimizer.zero_grad()
-            loss = F.mse_loss(self.net(x), y)
+            loss = F.mse_loss(self.model(x), y)
             loss.backward()
             return loss
 
         self.optimizer.step(closure)
 
 
-class Averaging(Step):
+class Alone(Step):
+    """No wrapper averages the gradients."""
+
+    def divided(self, model):
+        return model
+
+
+class Averaging(Alone):
     """A hook of the optimizer averages the gradients."""
 
-    wraps, divided = False, True
+    mean = True
 
-    def make(self, model, rank):
-        optimizer = nesterov(model.parameters())
-        optimizer.register_step_pre_hook(lambda *_: self.average(model, rank))
-        return optimizer
+    def __init__(self, model, rank):
+        super().__init__(model, rank)
+        self.optimizer.register_step_pre_hook(lambda *_: self.average(rank))
 
-    def average(self, model, rank):
-        for parameter in model.parameters():
+    def average(self, rank):
+        for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
-            if self.divided:
+            if self.mean:
                 parameter.grad /= rank.size
 
 
 class Reducing(torch.optim.SGD):
     """An optimizer of the user that averages the gradients in its step."""
 
-    times = 1
+    operation = dist.ReduceOp.AVG
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
-            for _ in range(self.times):
-                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG if self.times == 1 else dist.ReduceOp.SUM)
+            dist.all_reduce(parameter.grad, self.operation)
         return super().step(closure)
 
 
-class InStep(Step):
-    wraps, times = False, 1
-
-    def make(self, model, rank):
-        optimizer = Reducing(model.parameters(), lr=0.1)
-        optimizer.times = self.times
-        return optimizer
+Summing = variant(Reducing, operation=dist.ReduceOp.SUM)
+InStep = variant(Alone, kind=Reducing, options={})
 
 
 class Owned(torch.optim.Optimizer):
     """Each rank computes the update of some parameters in their gradients, and sends it to the others, as Muon does."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -129,15 +113,16 @@ class Owned(torch.optim.Optimizer):
             dist.broadcast(parameter.detach(), owner)
 
 
-class Distributed(Step):
-    def make(self, model, rank):
-        return Owned(model.parameters())
+Distributed = variant(Step, kind=Owned, options={})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "reference"),
-    [(variant(Step, returns=True), variant(Reference, returns=True)), (Closed, Reference), (Averaging, Reference)],
+    [
+        pytest.param(Closed, Reference, marks=pytest.mark.slow),
+        pytest.param(variant(Step, returns=True), variant(Reference, returns=True), marks=pytest.mark.slow),
+        (Averaging, Reference),
+    ],
 )
 def test_what_torch_writes_into_gradients_does_not_count(ranks, step, reference):
     gate(passes, ranks, step, reference=reference)
@@ -151,28 +136,7 @@ def test_optimizers_of_the_user_may_write_into_gradients(ranks, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "reference"), [(variant(Averaging, divided=False), Reference), (variant(InStep, times=2), None)]
+    ("step", "reference"), [(variant(Averaging, mean=False), Reference), (variant(InStep, kind=Summing), None)]
 )
 def test_gradients_that_are_reduced_wrongly_before_they_are_applied(ranks, step, reference):
     gate(refuted, ranks, step, match="gradient of weight", reference=reference)
-
-
-def test_hooks_of_the_gate_leave_the_optimizer(ranks):
-    def hooks(rank):
-
-        model = nn.Linear(2, 1)
-        optimizer = nesterov(model.parameters())
-        applied = AppliedGradients(after=False, traced=lambda parameter: False)
-        order = []
-        optimizer.register_step_pre_hook(lambda *_: order.append("user"))
-        applied.before_step(optimizer, lambda _: order.append("gate"))
-        model(torch.ones(1, 2)).sum().backward()
-        before = copy.deepcopy([parameter.grad for parameter in model.parameters()])
-        optimizer.step()
-        for parameter in model.parameters():
-            parameter.grad.mul_(2)  # as an optimizer that computes in place
-        applied.after_step(optimizer)
-        right = all(torch.equal(applied.of(p), grad) for p, grad in zip(model.parameters(), before, strict=True))
-        return order, right, len(optimizer._optimizer_step_pre_hooks)
-
-    assert ranks.run(hooks, size=1) == [(["user", "gate"], True, 1)]

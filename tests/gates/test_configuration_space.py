@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_check import ScalingMismatch, assert_configurations_agree
+from tests.gates.diagnosed import synchronize
 
 SPACE = {"recompute": [False, True], "accumulate": [1, 2]}
 
@@ -32,9 +32,7 @@ def step(model, batch, rank, recompute, accumulate, mistake=False):
     for rows, targets in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
         output = checkpoint(model, rows, use_reentrant=False) if recompute else model(rows)
         (F.mse_loss(output, targets) / count).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= rank.size
+    synchronize(model, rank)
 
 
 def agree(ranks, step=step, **options):
@@ -42,6 +40,7 @@ def agree(ranks, step=step, **options):
     assert_configurations_agree(ranks, step, build=build, batch=batch, sizes=[8], max_examples=1, **arguments)
 
 
+@pytest.mark.slow  # the valid part agrees each day, below
 def test_a_right_step_agrees_in_the_whole_space(ranks):
     agree(ranks, on=lambda accumulate, **_: {"dp": 2 if accumulate == 1 else 4})
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.diagnosis.observations import KINDS, Result
 from mgpu_check.errors import RankHang
@@ -23,14 +21,12 @@ from mgpu_check.gates.run.measurement import (
     measure,
     measure_in_parts,
     measure_provisionally,
-    measure_slightly_moved,
     of_parts,
-    rounding_seen,
 )
+from mgpu_check.gates.run.step_runs import run_step
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.gates.search.trials import Trials
-from mgpu_check.numerics.steps import granted_with
-from tests.gates.steps import Training, batch, build, right, summed, tutorial
+from tests.gates.steps import batch, build, right, tutorial
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -60,32 +56,6 @@ def _trials(
 ) -> tuple[Trials, Counted]:
     counted: Any = (kind or Counted)(ranks)
     return Trials(counted, Program(step, of, batch), frozenset(KINDS), tolerance, "step"), counted
-
-
-@pytest.mark.slow
-def test_right_steps_are_told_without_float64(ranks):
-    for step in (right, Training):
-        trials, counted = _trials(ranks, step)
-        assert all(
-            trials.run(Scenario(2, 6, seed=seed, change=change)) is None for seed, change in ((0, ""), (1, "sorted"))
-        )
-        assert counted.ran["measure_provisionally"] == 2
-        assert not counted.ran["measure"]
-
-
-class Narrow(Counted):
-    """Ranks whose first measurement grants no tolerance, as if operators rounded much more than their results."""
-
-    def run(self, fn: Any, /, *args: Any, **how: Any) -> list[Any]:
-        found = super().run(fn, *args, **how)
-        if fn.__name__ == "measure_provisionally":
-            found[0].tolerance = {name: torch.zeros_like(value) for name, value in found[0].tolerance.items()}
-        elif fn.__name__ == "measure_slightly_moved":
-            found[0].values = {
-                name: value * (1 + 2e-5) if value.is_floating_point() else value
-                for name, value in found[0].values.items()
-            }
-        return found
 
 
 class Racing(Counted):
@@ -163,35 +133,10 @@ def test_what_is_granted_provisionally_is_granted_in_full(ranks):
     for factor, holds in ((1, True), (-1, True), (40, False)):
         moved = dataclasses.replace(program, step=TooLarge({name: factor * value for name, value in off.items()}))
         # The step alone on one device, so that its own rounding is that of the reference.
-        seen = ranks.run(_observed, moved, scenario, size=1)
+        seen = ranks.run(run_step, moved, scenario, True, size=1)
         assert relations_of(provisional, seen, KINDS, None).holds is holds
         assert relations_of(full, seen, KINDS, None).holds is holds
     assert all((allowed_for(full, name, None) >= provisional.tolerance[name] * 0.9).all() for name in parts)
-
-
-def test_rounding_within_operators_is_granted_in_full_too(ranks):
-    program, scenario = Program(Training, build, batch), Scenario(2, 6)
-    provisional, full = (ranks.run(way, program, scenario, size=1)[0] for way in (measure_provisionally, measure))
-    errors = rounding_seen(provisional.single, ranks.run(measure_slightly_moved, program, scenario, size=1)[0])
-    assert errors.keys() == provisional.tolerance.keys()
-    assert any(errors.values())
-    wider = granted_with(provisional.tolerance, provisional.exact, errors)
-    for name, value in wider.items():
-        assert (value >= provisional.tolerance[name]).all()
-        if name.kind == "grads":
-            # Each element is an estimate from one pair of perturbations: it exceeds the one from three pairs now and
-            # then.
-            assert (allowed_for(full, name, None) >= value * 0.8).all()
-
-
-def _observed(rank, program, scenario):
-    from mgpu_check.gates.run.step_runs import run_step
-
-    return run_step(rank, program, scenario, True)
-
-
-def _unstable(model: nn.Module, batch: Any, rank: Any) -> None:
-    (summed(DDP(model.to(rank.device)), batch, rank) * torch.finfo(torch.float32).max).backward()
 
 
 _WIDE = LARGE // 20
@@ -200,17 +145,6 @@ _WIDE = LARGE // 20
 
 def _large() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, _WIDE), nn.Tanh(), nn.Linear(_WIDE, 3))
-
-
-@pytest.mark.slow
-def test_ranks_do_a_large_step_once_whatever_has_to_be_measured(ranks):
-    """If all ranks have the same, one of them sends it."""
-    trials, narrow = _trials(ranks, kind=Narrow, of=_large)
-    trials._expectations._elements = 0  # one rank does all that is measured, which is what `Narrow` changes
-    for seed in range(3):
-        assert trials.run(Scenario(2, 6, seed=seed)) is None
-    assert narrow.ran["measure_slightly_moved"] == 3
-    assert narrow.ran["run_step"] == 3 + 1  # the first case is repeated
 
 
 def _with_one_thread(rank, program, scenario):
@@ -236,23 +170,6 @@ def test_what_ranks_measure_together_is_what_one_measures(ranks):
     assert of_parts(program, [*(part for parts in done[:2] for part in parts)], elements) is None
 
 
-class Adaptive:
-    """A step with an optimizer that is not linear in the gradient: it is measured by more runs, and each needs
-    others."""
-
-    def __call__(self, model: nn.Module, batch: Any, rank: Any) -> None:
-        right(model, batch, rank)
-        torch.optim.Adam(model.parameters(), lr=0.01).step()
-
-
-class Unstable:
-    """A step whose results are not finite for the second of several seeds."""
-
-    def __call__(self, model: nn.Module, batch: Any, rank: Any) -> Any:
-        right(model, batch, rank)
-        return {"size": batch[0].new_tensor(torch.inf if torch.initial_seed() == 2 else 1.0)}
-
-
 def _dies(*arguments: Any) -> None:
     os._exit(9)
 
@@ -271,38 +188,22 @@ def even_only(model: nn.Module, batch: Any, rank: Any) -> None:
     right(model, batch, rank)
 
 
-PARTS = "measure_in_parts apart"
-COSTS: dict[str, tuple[Any, Any, Any, Sequence[int], bool | None, dict[str, int]]] = {
-    "rounding within operators": (
-        *(right, Narrow, build, (6, 6, 6), False),
-        {"measure_provisionally": 3, "measure_slightly_moved": 3, "measure": 0},
-    ),
-    "not finite": (_unstable, Counted, build, (6,), None, {"measure_provisionally": 1, "measure": 1}),
-    "large and wrong": (tutorial, Counted, _large, (5, 5), True, {PARTS: 1}),
-    "large, of more runs": (Adaptive(), Counted, _large, (5, 5), False, {"measure_provisionally": 2, PARTS: 0}),
-    # What ranks cannot tell together, or die of, is measured by one, and it is not tried again.
-    "large, not finite": (
-        *(Unstable(), Counted, _large, (5, 5, 5), None),
-        {PARTS: 1, "measure_provisionally": 3, "measure": 1},
-    ),
-    "large, of which ranks die": (
-        *(right, Crowded, _large, (5, 5, 5), False),
-        {"_dies apart": 1, "measure_provisionally": 3},
-    ),
-    # All but the first, by which it is known to be large.
-    "large, refused by one device": (even_only, Counted, _large, (6, 5, 6), False, {PARTS: 2, "measure": 0}),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COSTS)
-def test_each_case_is_measured_no_more_than_it_needs(ranks, name):
-    step, kind, model, samples, wrong, ran = COSTS[name]
-    trials, counted = _trials(ranks, step, kind=kind, of=model)
+@pytest.mark.parametrize(
+    ("step", "kind", "samples", "wrong", "ran"),
+    [
+        (tutorial, Counted, (5, 5), True, {"measure_in_parts apart": 1}),
+        # What ranks die of together is measured by one, and it is not tried again.
+        (right, Crowded, (5, 5, 5), False, {"_dies apart": 1, "measure_provisionally": 3}),
+        # All but the first, by which it is known to be large.
+        (even_only, Counted, (6, 5, 6), False, {"measure_in_parts apart": 2, "measure": 0}),
+    ],
+    ids=["wrong", "ranks die", "refused by one device"],
+)
+def test_a_large_case_is_measured_by_ranks_together_and_otherwise_by_one(ranks, step, kind, samples, wrong, ran):
+    trials, counted = _trials(ranks, step, kind=kind, of=_large)
     failed = [trials.run(Scenario(2, number, seed=seed)) for seed, number in enumerate(samples)]
     assert {call: counted.ran[call] for call in ran} == ran
-    if wrong is None:
-        return
     assert all((trial is not None and not trial.expected.provisional) if wrong else trial is None for trial in failed)
     refused = step is even_only
     assert trials.completed[2, ()] == len(samples) - refused and trials._refusals.keys() == (

@@ -52,8 +52,8 @@ CASES = {
 
 SAMPLES = 16
 """Enough for each expert to get some."""
-OFTEN = ("FSDP2 x TP", ("", divided.SCALED))
-"""Shards of slices. The others find the slices of ranks in other ways."""
+OFTEN = ("by hand", ("", divided.SCALED))
+"""Slices that are found by their values. Models are divided by FSDP2 and DTensors each day in other tests."""
 
 
 @pytest.mark.parametrize(

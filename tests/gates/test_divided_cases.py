@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mgpu_check import Rank
 from mgpu_check.gates.gate_arguments import Program
-from mgpu_check.numerics.placement import Unplaced, Wholes
+from mgpu_check.gates.run.shards import Held
 from tests.gates.single_cases import failure
 from tests.gates.steps import build, variant
 
@@ -183,12 +184,9 @@ def test_a_shard_that_is_not_stepped_is_refuted_by_its_values(ranks: Any, copies
     assert failed is not None and failed.error is None
 
 
-@pytest.mark.parametrize("others", [torch.zeros(24), torch.zeros(3, 8)])
-def test_zeros_that_may_be_a_slice_of_others_are_ambiguous(others: torch.Tensor) -> None:
-    assert Wholes({"bias": torch.zeros(8), "others": others}).find(torch.zeros(8)) is Unplaced.AMBIGUOUS
-
-
-@pytest.mark.parametrize("others", [torch.ones(24), torch.zeros(7), torch.zeros(24).double()])
-def test_zeros_that_are_one_whole_only_are_found(others: torch.Tensor) -> None:
-    found = Wholes({"bias": torch.zeros(8), "others": others}).find(torch.zeros(8))
-    assert isinstance(found, list) and [part.whole for part in found] == ["bias"]
+def test_a_gradient_that_is_not_reduced_is_reduced_before_its_part_is_copied() -> None:
+    """Of stand-ins for DTensors."""
+    reduced, placed = SimpleNamespace(to_local=lambda: torch.ones(2)), SimpleNamespace(placements=("shard",))
+    gradient = SimpleNamespace(placements=("partial",), redistribute=lambda placements: reduced, to_local=None)
+    tensor: Any = placed
+    assert Held("params", "w", tensor, local=True).copy_of(gradient).tolist() == [1.0, 1.0]

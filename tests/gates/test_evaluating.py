@@ -83,14 +83,6 @@ def test_parameters(ranks):
     refuted(ranks, bare, "gradients-not-synchronized", "buffers-drift", match="parameter")
 
 
-def test_a_step_on_one_rank_only(ranks):
-    def uneven(model, batch, rank):
-        if rank.index == 0:
-            step(model, batch, rank, wrap=lambda model: model)
-
-    refuted(ranks, uneven, "gradients-not-synchronized", match="parameter", build=plain)
-
-
 def test_initial_parameters(ranks):
     def built():
         torch.manual_seed(dist.get_rank())
@@ -233,17 +225,12 @@ def test_errors_of_ranks_say_where(ranks):
     ("options", "match"),
     [
         ({"steps": 0}, "steps=0"),
-        ({"steps": True}, "steps=True"),
         ({"sizes": []}, r"sizes=\[\]; give an int of at least 1, or several"),
         ({"sizes": [8, 0]}, r"sizes=\[8, 0\]"),
-        ({"sizes": ["4", 2]}, r"sizes=\['4', 2\]"),
-        ({"sizes": True}, "sizes=True"),
-        ({"sizes": "divisible"}, "sizes='divisible'"),
         (
             {"evaluate": lambda model, batch: object()},
             r"evaluate.* returned an answer that cannot be compared: answer is a object, which cannot",
         ),
-        ({"world_sizes": ["2"]}, "world_sizes has '2'"),
         ({"build": lambda: 3}, r"returned a int; return a torch\.nn\.Module"),
         (
             {"batch": lambda n: {"x": torch.randn(n, 3) + dist.get_rank(), "y": torch.randn(n, 2)}},

@@ -167,11 +167,6 @@ def test_ranks_have_one_hash_seed_or_different_ones(ranks):
     assert ranks.run(lambda rank: rank.index) == [0, 1, 2]
 
 
-def test_a_seed_of_the_environment_goes_first(monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "5")
-    assert environments.interpreter("forkserver", "1")[1]["PYTHONHASHSEED"] == "5"
-
-
 def comprehension(names: list[str]) -> object:
     return {name for name in names}  # noqa: C416
 

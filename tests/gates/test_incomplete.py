@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
-from mgpu_check.diagnosis.divergence import first_parting
 from mgpu_check.diagnosis.observations import KINDS, Expected, Hypotheses, ObservedRun, Result
 from mgpu_check.diagnosis.report import RAISE, Attempts
 from mgpu_check.diagnosis.rules import order
@@ -22,53 +20,10 @@ from mgpu_check.gates.checkpoint_gate import Entries, explained
 from mgpu_check.gates.comparison.relations import relations_of
 from mgpu_check.gates.explanation import evidence as gate_evidence
 from mgpu_check.gates.explanation import investigation
-from mgpu_check.gates.explanation.evidence import evidence_of
 from mgpu_check.gates.explanation.failure_report import FirstWrong
 from mgpu_check.gates.explanation.investigation import SecondLook
 from mgpu_check.gates.run.states import StateEntry, StateRow
-from tests.gates import evidence
 from tests.gates.loaders import numbers
-
-EVERY = 10_000
-"""More mistakes than there are rules: none is left out because enough were found before."""
-
-fuzzed = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],  # the traceback names the line; to find the smallest evidence takes minutes
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-)
-
-
-@pytest.mark.slow
-@settings(fuzzed, max_examples=20)
-@given(evidence.tensors())
-def test_any_tensors_and_calls_are_judged_by_all_rules(tensors):
-    attempts = Attempts()
-    found = order.findings_of(evidence_of(tensors, attempts), EVERY, attempts)
-    first_parting(tensors, [finding.mistake for finding in found])
-
-
-@fuzzed
-@given(evidence.calls)
-def test_any_calls_of_ranks_that_did_not_return_are_judged_by_all_rules(calls):
-    order.findings_of_calls(calls, EVERY, Attempts())
-
-
-@fuzzed
-@given(evidence.restored)
-def test_any_resumed_run_is_judged_by_all_rules(restored):
-    order.findings_of_checkpoint(restored, Attempts())
-
-
-@fuzzed
-@given(evidence.loaders)
-def test_any_loader_is_judged_by_all_rules(loader):
-    for epoch in loader.epochs:
-        for rule in order.RULES_OF_EPOCHS:
-            rule(epoch)
-    order.findings_of_loader(loader, Attempts())
 
 
 def fails(*arguments, **options):
@@ -165,21 +120,6 @@ def test_one_error_of_all_parts_is_one_line_and_our_own_tests_see_it(monkeypatch
         assert attempts.of(part, 7, fails) == 7
     (line,) = attempts.remarks
     assert line.startswith("the diagnosis is incomplete: a, b, c and 2 more failed with ZeroDivisionError: division by")
-
-
-def sharded(model, batch, rank):
-    """Tensor parallelism by hand: a shard takes the place of the parameter, and nothing puts the gradients together."""
-    model.weight = nn.Parameter(model.weight.detach().chunk(rank.size)[rank.index].clone())
-    model.to(rank.device)(batch.to(rank.device)).square().sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-@pytest.mark.slow
-@pytest.mark.gpus(2)
-def test_a_shard_in_place_of_a_parameter_is_no_other_start(ranks):
-    with pytest.raises(ScalingMismatch, match="gradient of weight") as caught:
-        gate(ranks, sharded, lambda: nn.Linear(4, 4, bias=False))
-    assert "different-initialization" not in caught.value.mistakes
 
 
 @pytest.mark.parametrize(("steps", "told"), [(0, FirstWrong(1, 0, None)), (1, None)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch.distributed as dist
 
 from mgpu_check import assert_metric_scales
 from tests.gates.steps import batch, build, mine, passes, raised, refuted
@@ -19,15 +18,6 @@ metric_refuted = functools.partial(refuted, gate=assert_metric_scales)
 def hits(model, batch, rank):
     x, y = mine(batch, rank)
     return (model.to(rank.device)(x).argmax(1) == y).float()
-
-
-def test_right(ranks):
-    def accuracy(model, batch, rank):
-        found = hits(model, batch, rank).sum()
-        dist.all_reduce(found)
-        return {"accuracy": found / len(batch[0])}
-
-    metric_passes(ranks, accuracy, max_examples=2)
 
 
 @pytest.mark.slow

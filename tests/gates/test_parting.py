@@ -132,10 +132,6 @@ def test_a_call_that_only_some_ranks_make_is_named(case):
     assert parting(*ranks) == Parting(f"train.py:{line}", "what they call", calls)
 
 
-def test_one_rank_alone_does_not_part():
-    assert parting([A, B, C]) is None
-
-
 def test_parts_of_parameters_may_differ():
     """A rank that holds a slice has a sum of its own."""
     ranks = [[call("model", parameters={"w": total})] for total in (1.0, 2.0)]
@@ -188,16 +184,6 @@ def test_gradients_at_a_step_are_compared(case):
     assert parting(events, events, seen=steps(*values), mistakes=mistakes, split=split) == expected
 
 
-def test_results_that_differ_after_equal_calls_are_named_last():
-    seen = [ObservedRun(values={WEIGHT: torch.tensor([[1.0, 2.0], [3.0, 4.0 + rank]])}) for rank in range(2)]
-    ranks = [[A, B]] * 2
-    assert parting(*ranks, seen=seen, split=[WEIGHT]) == Parting(
-        "train.py:2", "element [1, 1] of w", ["4", "5"], after=True
-    )
-    assert parting(*ranks, seen=seen) is None
-    assert parting(*ranks, seen=[seen[0], ObservedRun()], split=[WEIGHT]) is None
-
-
 def backward(value, line=5):
     return call("backward", line, left={"w": summary(value, norm=abs(value))})
 
@@ -225,19 +211,6 @@ BACKWARD = {
 def test_a_gradient_that_nothing_changes_parts_in_its_backward_pass(case):
     calls, expected = BACKWARD[case]
     assert parting(calls(1.0), calls(2.0), seen=steps([1.0], [2.0]), split=[GRADIENT]) == expected
-
-
-def test_a_gradient_of_an_earlier_step_is_not_that_of_a_later_backward_pass():
-    ranks = [[backward(value), stepped(), stepped(8)] for value in (1.0, 2.0)]
-    seen = steps([0.0, 1.0], [0.0, 2.0])
-    assert parting(*ranks, seen=seen, split=[GRADIENT]) == at_step("gradient of w", "1", "2", line=8)
-    ranks = [[backward(0.5, 4), stepped(6), backward(value), stepped()] for value in (1.0, 2.0)]
-    assert parting(*ranks, seen=seen, split=[GRADIENT]) == LEFT
-
-
-def test_a_parameter_parts_at_the_step():
-    ranks = [[backward(value), stepped()] for value in (1.0, 2.0)]
-    assert parting(*ranks, seen=steps([1.0], [2.0], name=WEIGHT), split=[WEIGHT]) == at_step("w", "1", "2")
 
 
 @pytest.mark.parametrize("name", [GRADIENT, Result("returned", "w"), WEIGHT])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,6 +11,7 @@ from mgpu_check.gates.comparison.coverage import PassLimits
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import has_equal_lengths
 from mgpu_check.gates.step_gate import micro_batches_of
+from tests.gates.diagnosed import synchronize
 from tests.gates.steps import build, chunked, regression
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -23,10 +23,6 @@ def limits(*cases, reference=None):
     for single, runs in cases:
         found.add(Expected(single, None), runs)
     return [line.partition(":")[0] for line in found.lines()]
-
-
-def ranks_with(*losses):
-    return [ObservedRun(losses=list(each)) for each in losses]
 
 
 def test_micro_batches_without_a_reference():
@@ -41,23 +37,6 @@ def test_equal_lengths_in_all_cases():
     equal, unequal, none = (ObservedRun(equal_lengths=value) for value in (True, False, None))
     assert limits((equal, []), (equal, [])) == ["samples of different lengths"]
     assert limits((equal, []), (unequal, [])) == limits((none, [])) == []
-
-
-@pytest.mark.parametrize(
-    ("losses", "alike"),
-    [
-        ([[1.0, 2.0], [1.005, 2.01]], True),
-        ([[1.0, 2.0], [1.005, 2.1]], False),
-        ([[1.0], [1.0, 2.0]], False),
-        ([[-1.0], [-1.001]], True),
-        ([[0.0], [0.0]], True),
-    ],
-)
-def test_equal_losses_on_all_ranks(losses, alike):
-    single = ObservedRun()
-    assert limits((single, ranks_with(*losses))) == ["a wrong weight of ranks"] * alike
-    assert limits((single, ranks_with(*losses)), (single, ranks_with([1.0], [3.0]))) == []
-    assert limits((single, ranks_with([], []))) == []
 
 
 @pytest.mark.parametrize(
@@ -79,9 +58,7 @@ def accumulating(cut, model, batch, rank):
     parts = list(zip(cut(x), cut(y), strict=True))
     for a, b in parts:
         (F.mse_loss(model.to(rank.device)(a), b) / len(parts)).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= rank.size
+    synchronize(model, rank)
 
 
 @pytest.mark.gpus(2)
@@ -111,14 +88,6 @@ def test_arguments(ranks, wrong, match):
     options = {"build": build, "batch": regression, "sizes": "divisible", **wrong}
     with pytest.raises(ValueError, match=match):
         assert_step_scales(ranks, lambda *_: None, **options)
-
-
-@pytest.mark.gpus(2)
-def test_a_step_that_does_not_run_alone_has_no_micro_batches(ranks):
-    def step(model, batch, rank):
-        assert rank.size > 1
-
-    assert micro_batches_of(ranks, Program(step, build, regression)) == 1
 
 
 PROGRAM = """

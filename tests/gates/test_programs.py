@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,58 +77,3 @@ def test_the_lowest_bit_is_not_told_from_rounding(ranks, gate, monkeypatch):
     rows = gate.bit_flips(ranks, ["ddp_of_any_size"], flips=0, seed=0)["ddp_of_any_size"]
     assert rows["largest"][0] == 0, rows
     assert rows["largest"][1] >= 3, rows
-
-
-@pytest.mark.slow
-def test_the_command_writes_its_figures(tmp_path):
-    out = tmp_path / "figures.json"
-    words = ["false-alarms", "--steps", "8", "--programs", "metrics", "--json", str(out)]
-    ran = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gate.py"), *words],
-        env={name: value for name, value in os.environ.items() if not name.startswith(("MGPU_CHECK_", "PYTEST_"))},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert json.loads(out.read_text())["of each"]["metrics"] >= 8
-
-
-# A mistake is planted only where it changes what a drawn program computes (`benchmarks/divided.py`).
-
-
-@pytest.fixture
-def divided(benchmark_of: Callable[[str], Any]) -> Any:
-    return benchmark_of("programs.divided.drawing")
-
-
-def mistakes(divided, way: str, axes: tuple[str, ...], blocks: tuple[str, ...], clip: float | None, *options: str):
-    one = next(one for n in range(1000) if (one := divided.drawn(n, 0)).way == way and {*dict(one.mesh)} == {*axes})
-    shape = dataclasses.replace(one.shape, blocks=blocks, tokens=False)
-    optimizer = dataclasses.replace(one.optimizer, clip=clip)
-    program = dataclasses.replace(one, shape=shape, optimizer=optimizer, options=frozenset(options))
-    return {plant.name for plant in divided.planted(program, 0)}
-
-
-@pytest.mark.parametrize(
-    ("blocks", "clip", "options", "shows"),
-    [
-        (("experts",), None, (), True),
-        (("experts",), 0.05, (), False),  # all gradients have one factor, which clipping takes out again
-        (("experts",), None, ("sequence",), False),  # all gradients are to be summed along tp
-        (("mlp",), 0.05, (), True),  # sums of different slices
-        (("mlp",), None, ("sequence",), True),
-    ],
-)
-def test_a_sum_over_too_many_ranks_shows(divided, blocks, clip, options, shows):
-    found = mistakes(divided, "ZeroRedundancyOptimizer", ("dp", "tp"), blocks, clip, *options)
-    assert ("reduced over all ranks" in found) is shows
-
-
-@pytest.mark.parametrize(
-    ("blocks", "clip", "shows"), [("experts", None, True), ("experts", 0.05, False), ("mlp", 0.05, True)]
-)
-def test_a_sum_in_place_of_a_mean_shows(divided, blocks, clip, shows):
-    found = mistakes(divided, "fsdp2", ("dp",), (blocks,), clip)
-    assert ("sum in place of a mean" in found) is shows

@@ -57,13 +57,6 @@ def test_what_rounding_decides_need_not_repeat():
     assert relations.held == {n: {}, m: {REPEATS: False}}
 
 
-@pytest.mark.parametrize("kind", sorted({name.kind for name in RIGHT}))
-def test_only_the_kinds_that_are_asked_for_are_compared(kind):
-    relations = judged([run(), run()], kinds=[kind])
-    assert relations.held == {name: HOLDS for name in RIGHT if name.kind == kind}
-    assert not relations.skipped and not relations.left_out
-
-
 def of_flat(*parts):
     return {FLAT: torch.cat(parts)}
 

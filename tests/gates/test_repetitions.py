@@ -2,82 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_check.gates.gate_arguments import Program
-from tests.gates.diagnosed import mlp, regression, report
+from tests.gates.diagnosed import mlp, regression, report, synchronize
 from tests.gates.single_cases import failure
 from tests.gates.steps import chunked
 
 pytestmark = pytest.mark.gpus(2)
-
-
-def follow(average: nn.Module, model: nn.Module) -> None:
-    for kept, value in zip(average.parameters(), model.parameters(), strict=True):
-        kept.data = 0.9 * kept.data + 0.1 * value.data
-
-
-class Averages:
-    """Trains with two micro-batches, and keeps a moving average of the parameters."""
-
-    def __init__(self, model, rank, how="", wrong=True):
-        self.wrapped = DistributedDataParallel(model.to(rank.device))
-        self.average, self.how, self.wrong = copy.deepcopy(model), how, wrong
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def __call__(self, model, batch, rank):
-        self.optimizer.zero_grad()
-        x, y = chunked(batch, rank)
-        for number, (part, target) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-            last = number == 1
-            self.wrapped.require_backward_grad_sync = last
-            F.mse_loss(self.wrapped(part), target).div(2).backward()
-            if last:
-                self.optimizer.step()
-            if last or self.wrong:
-                self.update(model)
-        return {f"average.{name}": value for name, value in self.average.named_parameters()}
-
-    def update(self, model):
-        if self.how == "function":
-            follow(self.average, model)
-            return
-        with torch.no_grad():
-            for kept, value in zip(self.average.parameters(), model.parameters(), strict=True):
-                kept.mul_(0.9).add_(value, alpha=0.1) if self.how == "two writes" else kept.lerp_(value, 0.1)
-
-
-class Reference:
-    def __init__(self, model):
-        self.average, self.optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def __call__(self, model, batch):
-        self.optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        self.optimizer.step()
-        follow(self.average, model)
-        return {f"average.{name}": value for name, value in self.average.named_parameters()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["function", *(how for how in ("write", "two writes"))])
-def test_an_average_that_moves_with_each_micro_batch(ranks, how):
-    mismatch = report(ranks, functools.partial(Averages, how=how), sizes=8, reference=Reference)
-    assert mismatch.mistakes[0] == "updated-too-often", str(mismatch)
-    name = {"function": "follow", "write": "update", "two writes": "update"}[how]
-    assert f"{name} (test_repetitions.py:" in str(mismatch).replace("tests/gates/", "")
-    assert "is called 2 times in each step; with the last call alone the step is right" in str(mismatch)
-    right = functools.partial(Averages, how=how, wrong=False)
-    assert failure(ranks, Program(right, mlp, regression, Reference), 2, 8) is None
 
 
 class Counts(nn.Module):
@@ -95,28 +34,25 @@ class Counts(nn.Module):
         return self.layer(x) * self.calls
 
 
-def recomputes(model, batch, rank, reentrant, wrong):
+def recomputes(model, batch, rank, wrong):
+    """By a reentrant checkpoint; the page of the mistake has the other kind."""
     x, y = chunked(batch, rank)
     model.to(rank.device)
-    forward = functools.partial(checkpoint, model, use_reentrant=reentrant) if wrong else model
+    forward = functools.partial(checkpoint, model, use_reentrant=True) if wrong else model
     F.mse_loss(forward(x.requires_grad_()), y).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    synchronize(model, rank)
 
 
 def on_one_device(model, batch):
     F.mse_loss(model(batch[0]), batch[1]).backward()
 
 
-@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_forward_pass_that_counts_when_it_is_computed_again(ranks, reentrant):
-    step = functools.partial(recomputes, reentrant=reentrant)
-    mismatch = report(ranks, functools.partial(step, wrong=True), build=Counts, reference=on_one_device)
+def test_a_forward_pass_that_counts_when_it_is_computed_again(ranks):
+    mismatch = report(ranks, functools.partial(recomputes, wrong=True), build=Counts, reference=on_one_device)
     assert mismatch.mistakes[0] == "recomputation-differs", str(mismatch)
     assert "computes activations again in backward; if it keeps them, the step is right" in str(mismatch)
-    assert (
-        failure(ranks, Program(functools.partial(step, wrong=False), Counts, regression, on_one_device), 2, 4) is None
-    )
+    right = functools.partial(recomputes, wrong=False)
+    assert failure(ranks, Program(right, Counts, regression, on_one_device), 2, 4) is None
 
 
 def blurs(model, batch, rank, on, wrong):
@@ -125,8 +61,8 @@ def blurs(model, batch, rank, on, wrong):
     numbers = torch.Generator().manual_seed(3 + rank.index * wrong)
     x, y = chunked(batch, rank)
     F.mse_loss(model.to(rank.device)(x), y).backward()
+    synchronize(model, rank)
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
         noise = torch.randn_like(parameter) if on == "device" else torch.randn(parameter.shape, generator=numbers)
         parameter.grad += noise.to(rank.device)
 

@@ -25,7 +25,7 @@ from mgpu_check.diagnosis.evidence import (
     UnfinishedCall,
 )
 from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun, Relations, Result
-from mgpu_check.diagnosis.report import Attempts, Finding, RuleList
+from mgpu_check.diagnosis.report import Attempts, Finding
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.rules.collectives import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times
@@ -36,7 +36,7 @@ from mgpu_check.diagnosis.rules.order import (
     findings_of_checkpoint,
     findings_of_loader,
 )
-from mgpu_check.diagnosis.tensors import Tensors, fitted, spanned
+from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.processes.collective_records import Entered
 
 START = Start("weight differs", "weight differs")
@@ -108,16 +108,6 @@ def entered(number: int, operand: str) -> Entered:
 def test_sizes_are_compared_in_one_and_the_same_collective(last, mistake):
     calls = UnfinishedCall(2, 4, "rank 0 did not finish", last=dict(enumerate(last)), some_finished=True)
     assert [finding.mistake for finding in findings_of_calls(calls, 2, Attempts())] == [mistake]
-
-
-def test_parts_of_which_one_is_empty_may_add_up_to_the_batch():
-    part = torch.arange(8.0).double()
-    columns, empty, other = [[part]], torch.zeros(8).double(), torch.ones(8).double()
-    assert spanned([*columns, [empty]], [3 * part]) is True
-    assert fitted([*columns, [empty]], [3 * part]) is None  # more than one choice
-    assert fitted([*columns, [other]], [3 * part + other]) == pytest.approx([3, 1])
-    assert spanned([*columns, [other]], [part.square()]) is False
-    assert spanned([[part[:3]], [other[:3]]], [part[:3]]) is None
 
 
 def epoch(*ranks: str, batches=(), **more) -> EpochSamples:
@@ -196,26 +186,6 @@ def test_each_rule_is_registered():
     assert len(registered - written) == len(clauses)
 
 
-def finds_nothing(evidence: str) -> None:
-    return None
-
-
-def finds_too_little(evidence: str) -> None:
-    return None
-
-
-def test_rules_go_in_the_order_of_a_list_that_has_each_once():
-    kind: RuleList[str] = RuleList()
-    kind(finds_too_little)
-    assert kind(finds_nothing) is finds_nothing
-    assert kind.in_order(finds_nothing, finds_too_little) == (finds_nothing, finds_too_little)
-    kind(finds_too_little)  # as when its module is imported again
-    with pytest.raises(ValueError, match=r"order of rules: .*finds_nothing is registered and has no place; add it"):
-        kind.in_order(finds_too_little)
-    with pytest.raises(ValueError, match=r"order of rules: .*finds_nothing has two places; leave one"):
-        kind.in_order(finds_nothing, finds_too_little, finds_nothing)
-
-
 @pytest.mark.parametrize(
     ("group", "state", "source", "found"),
     [
@@ -239,18 +209,6 @@ def test_a_group_is_too_wide_if_a_member_waits_for_one_that_waits_in_it(group, s
         assert f"rank 0 waits in {collective} for rank 1, and rank 1 waits in {message}" in finding.evidence
 
 
-def test_findings_are_made_by_rules_alone():
-    package = Path(rules.__file__).parents[2]
-    makes = {
-        path.parent
-        for path in package.rglob("*.py")
-        if "Finding(" in (source := path.read_text())
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"
-    }
-    assert makes == {Path(rules.__file__).parent}
-
-
 SEEN = Result("returned", "seen")
 
 
@@ -264,13 +222,11 @@ def returned(right, *got):
     ("right", "got", "found"),
     [
         ([1, 1, 1], [2, 0, 1], True),
-        ([3, 3], [4, 2], True),
         ([1, 1, 1], [2, 1, 1], False),  # on several, and none is missed
         ([1, 1, 1], [0, 1, 1], False),  # missed, and none is on several
         ([1, 2, 1], [2, 1, 1], False),  # these are no counts of samples
         ([1, 1], [2, 0, 1], False),
         ([[1, 1]], [[2, 0]], False),
-        ([1], [2], False),
     ],
 )
 def test_counts_of_samples_tell_of_a_split_that_differs(right, got, found):
@@ -284,13 +240,12 @@ def test_counts_of_samples_tell_of_a_split_that_differs(right, got, found):
     [
         (4, (8, 8), True),
         ([4, 2], ([8, 4], [8, 4]), True),
-        (4, (12, 12, 12), True),
         (4, (8, 8, 8), False),
         (4, (8, 4), True),  # as on rank 0
         (4, (4, 8), False),
-        (4.0, (8.0, 8.0), False),  # a sum may be off by the world size for other reasons
         (0, (0, 0), False),
         ([4], ([8, 8], [8, 8]), False),
+        (4.0, (8.0, 8.0), False),  # a sum may be off by the world size for other reasons
     ],
 )
 def test_a_count_that_is_too_large_by_the_world_size_is_that_of_all_samples_on_each_rank(right, got, found):

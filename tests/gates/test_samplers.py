@@ -17,16 +17,6 @@ from tests.gates.loaders import numbers, refuted, sampled
 pytestmark = pytest.mark.gpus(4)
 
 
-def test_a_sampler_that_shuffles_and_one_that_needs_no_set_epoch(ranks):
-    assert_loader_covers(ranks, sampled)
-
-    def make(rank):
-        data = numbers(24)
-        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
-
-    assert_loader_covers(ranks, make)
-
-
 def test_padding(ranks):
     make = functools.partial(sampled, n=11)
     error = refuted(

@@ -83,20 +83,6 @@ def test_shards_of_parameters_are_judged_by_what_is_returned(ranks):
     passes(ranks, step, **ONE)
 
 
-# Each relation is a column of the report: one device, agree, finite, repeats, same at 2 and 4, any order.
-
-
-@pytest.mark.slow
-def test_one_device(ranks):
-    def step(model, batch, rank):
-        net = DDP(model.to(rank.device))
-        (summed(net, batch, rank) / rank.size).backward()
-
-    text = refuted(ranks, step, "world-size-factor", match=r"first gradient of 0\.weight", **ALL)
-    assert "same at 2 and 4" in text and "1/2 of what one device gives" in text, text
-    assert row(text, "gradient of 0.weight")[3:8] == ["NO", "yes", "yes", "yes", "NO"], text
-
-
 @pytest.mark.slow
 def test_ranks_agree_on_finite_values_that_repeat(ranks):
     def step(model, batch, rank):
@@ -111,11 +97,6 @@ def test_ranks_agree_on_finite_values_that_repeat(ranks):
     assert line[2:4] == ["NO", "NO"] and "rank 1" in " ".join(line), text
     assert row(text, "returned mean")[2:5] == ["NO", "yes", "NO"], text
     assert row(text, "returned noise")[2:6] == ["NO", "yes", "-", "NO"], text
-
-
-@pytest.mark.slow
-def test_any_order(ranks):
-    assert row(refuted(ranks, tutorial, sizes=[3], max_examples=1), "gradient of 0.bias")[7] == "NO"
 
 
 def test_terminates_raised(ranks):

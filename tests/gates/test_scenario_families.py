@@ -52,16 +52,6 @@ def test_sizes_are_as_given(sizes, expected):
     assert found == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [range(1, 14), st.integers(1, 13), None], ids=["several", "a strategy", "all"])
-def test_the_sizes_of_a_family_are_of_its_kind(sizes):
-    found = {family.name: sizes_of(family) for family in families([(4, ())], sizes, None, 24)}
-    assert {"divisible", "uneven", "below"} <= {name for name, some in found.items() if some}
-    assert all(size % 4 == 0 for size in found["divisible"])
-    assert all(size % 4 != 0 and size > 4 for size in found["uneven"])
-    assert found["below"] == {1, 2, 3}
-
-
 @pytest.mark.parametrize("sizes", ["divisible", None])
 def test_few_examples_have_several_sizes_and_begin_with_the_smallest(sizes):
     per_rank = []

@@ -55,18 +55,13 @@ def row(tmp_path, got, first=END, second=None, earlier=START, perturbed=(), tole
         (END, END, ""),
         (END + torch.tensor([0.0, 1.0]), END, "element [1]: got -1, expected -2; all other 1 elements are right"),
         (END.double(), END, "got (2,) torch.float64, expected (2,) torch.float32"),
-        (END[:1], END, "got (1,) torch.float32, expected (2,) torch.float32"),
         (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), ""),
         (torch.tensor([1j]), torch.tensor([2j]), "element [0, 1]: got 1, expected 2; all other 1 elements are right"),
         (torch.tensor([True]), torch.tensor([False]), "element [0]: got True, expected False"),
-        (3, 3, ""),
         (3, 4, "got 3, expected 4"),
         (3, 3.0, "got 3, expected 3.0"),
-        (END, 3, "got tensor([ 1., -2.]), expected 3"),
-        ("a", "b", "got 'a', expected 'b'"),
         (DIGEST, DIGEST[::-1], f"got {DIGEST}, expected {DIGEST[::-1]}"),
         ("x" * 50, "b", f"got '{'x' * 38}…, expected 'b'"),
-        ("x" * 39, "b", f"got '{'x' * 38}…, expected 'b'"),
         ("x" * 38, "b", f"got '{'x' * 38}', expected 'b'"),
         (ABSENT, END, "is missing"),
         (END, ABSENT, "is there, but not in an uninterrupted run"),
@@ -91,14 +86,9 @@ def test_an_entry_is_as_in_an_uninterrupted_run_or_it_is_said_how_it_differs(tmp
         (torch.tensor([float("inf")]), torch.tensor([-float("inf")]), False),
         (END.bfloat16(), END.bfloat16() + 0.109375, True),  # 16 unit roundoffs of 2 are 0.125
         (END.bfloat16(), END.bfloat16() + 0.25, False),
-        (END * 1j, END * 1j + 0.001, True),
         (torch.zeros(0), torch.zeros(0), True),
-        (torch.tensor([1]), torch.tensor([2]), False),
         (END, END[:1], False),
-        (END, END.double(), False),
-        (torch.tensor([1j]), torch.tensor([2j]), False),
         ("a", "b", False),
-        (0.5, 0.5, True),
         (0.5, 0.50001, False),
         (1, 1.0, False),
         (END, 1, False),
@@ -158,6 +148,10 @@ class Meter:
         return "Meter"
 
 
+ROUND = Meter(None)
+ROUND.w = ROUND
+
+
 class Slots:
     __slots__ = ("w",)
 
@@ -191,8 +185,9 @@ def test_tensors_in_objects(kind):
         ({"a": [threading.Lock()]}, r"state\.a\.0 is a lock, which cannot"),
         ({"a.b": 1, "a": {"b": 1}}, r"there are two entries 'state\.a\.b'"),
         ({1: 1, "1": 1}, r"there are two entries 'state\.1'"),
+        ([ROUND], r"state\.0\.w is a Meter, which holds itself"),
     ],
-    ids=["slots", "lock", "dots", "keys"],
+    ids=["slots", "lock", "dots", "keys", "round"],
 )
 def test_what_cannot_be_taken_apart(state, match):
     with pytest.raises(states.Opaque, match=match):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from mgpu_check.diagnosis.divergence import Parting, WrongModule
 from mgpu_check.diagnosis.observations import AGREE, PARITY, Expected, ObservedRun, Relations, Result
-from mgpu_check.diagnosis.report import Finding
 from mgpu_check.gates.explanation.failure_report import Axes, FirstWrong, Mismatch, report_of
 
 WEIGHT, BIAS = Result("params", "0.weight"), Result("params", "0.bias")
@@ -47,25 +44,6 @@ def test_a_failure_without_a_name_says_at_the_top_what_is_known():
         "  ranks first part at train.py:40, in all_reduce, its result: 1 on ranks 0-1, 2 on ranks 2-3",
         "",
     ]
-
-
-def test_a_mistake_that_explains_the_failure_takes_the_place_of_what_is_known():
-    found = replace(UNNAMED, findings=[Finding("world-size-factor", "params are 4 times as large")])
-    report = str(report_of(found))
-    assert "looks like world-size-factor" in report
-    assert "no known mistake" not in report and "first module" not in report
-
-
-@pytest.mark.parametrize(
-    ("axes", "words"),
-    [
-        (Axes(("dp", "tp"), "all", ("dp", "tp")), "fails only when dp and tp > 1 together; passes with each alone"),
-        (Axes(("dp", "tp"), "any"), "fails when dp or tp > 1, each by itself"),
-        (Axes(("tp",), "any", (), ("dp", "pp")), "fails when tp > 1, for any dp and pp"),
-    ],
-)
-def test_the_axes_that_a_failure_needs(axes, words):
-    assert report_of(replace(UNNAMED, axes=axes)).axes == words
 
 
 def test_what_was_not_judged_is_said_below():

@@ -12,49 +12,31 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check import ScalingMismatch, assert_resume_continues, assert_step_scales
 from mgpu_check.gates.gate_arguments import Program
 from mgpu_check.gates.search.scenarios import Scenario
+from tests.gates.agreed import Mlp, Replicated, batch
 from tests.gates.single_cases import failures
 
 pytestmark = pytest.mark.gpus(4)
 
 
-def build() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(n, 6)
-    return x, x.sum(1, keepdim=True)
-
-
 def reference(model: nn.Module, batch: Any) -> None:
     model.zero_grad()
     nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
 
 
-class Step:
+class Step(Replicated):
     """One step of training; what a subclass does after it is what the tests are about."""
 
+    kind = torch.optim.SGD
     odd = False
     """Return whether rank 1 does more, or less, than the others."""
 
-    def __init__(self, model: nn.Module, rank: Any) -> None:
-        self.model = self.wrapped(model.to(rank.device))
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model)
-
     def __call__(self, model: nn.Module, batch: Any, rank: Any) -> None:
-        x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
-        self.optimizer.zero_grad()
-        nn.functional.mse_loss(self.model(x), y).backward()
-        self.optimizer.step()
+        super().__call__(model, batch, rank)
         if rank.size > 1:
             self.after(torch.ones(1, device=rank.device), rank, self.odd and rank.index == 1)
 
@@ -73,15 +55,15 @@ class Ddp(Step):
 class Fsdp(Step):
     """The gate gathers parameters just after: the others would pair it with that."""
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        for layer in (model[0], model[2]):  # type: ignore[index]
-            fully_shard(layer)
+    def divided(self, model: nn.Module) -> nn.Module:
+        for layer in (model.up, model.down):
+            fully_shard(layer)  # type: ignore[arg-type]
         return fully_shard(model)  # type: ignore[return-value]
 
     def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:
         if odd:
-            self.model[0].unshard()  # type: ignore[index]
-            self.model[0].reshard()  # type: ignore[index]
+            self.model.up.unshard()  # type: ignore[union-attr, operator]
+            self.model.up.reshard()  # type: ignore[union-attr, operator]
 
 
 class Dtensor(Step):
@@ -126,7 +108,7 @@ STEPS: dict[type[Step], str] = {
 def test_a_collective_that_others_do_not_match_is_named(ranks, step):
     wrong = type("Wrong", (step,), {"odd": True})
     with pytest.raises(ScalingMismatch) as info:
-        assert_step_scales(ranks, wrong, build=build, batch=batch, reference=reference, sizes=4, world_sizes=[4])
+        assert_step_scales(ranks, wrong, build=Mlp, batch=batch, reference=reference, sizes=4, world_sizes=[4])
     headline = str(info.value).splitlines()[0]
     assert STEPS[step] in headline and "by the end of step 1" in headline and "is not matched on" in headline
     assert info.value.mistakes == ("decision-per-rank",)
@@ -134,7 +116,7 @@ def test_a_collective_that_others_do_not_match_is_named(ranks, step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_ranks_that_call_alike_are_not_accused(ranks, step):
-    assert failures(ranks, Program(step, build, batch, reference), Scenario(4, 4, steps=2)) == []
+    assert failures(ranks, Program(step, Mlp, batch, reference), Scenario(4, 4, steps=2)) == []
 
 
 class Experts(nn.Module):
@@ -144,8 +126,8 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(6, 2)
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.router = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = x
@@ -153,11 +135,11 @@ class Experts(nn.Module):
             rows = (x[:, 0] > 0).long().eq(number).nonzero().squeeze(1)
             if self.call_all or len(rows):
                 out = out.index_add(0, rows, expert(x[rows]))
-        return self.router(out).sum(1, keepdim=True)
+        return self.router(out)
 
 
 class Mixture(Step):
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def divided(self, model: nn.Module) -> nn.Module:
         for expert in model.experts.children():  # type: ignore[union-attr]
             fully_shard(expert)
         return fully_shard(model)  # type: ignore[return-value]
@@ -184,7 +166,7 @@ def test_a_gradient_of_which_a_rank_has_no_part_is_named(ranks, call_all):
 
 def test_training_that_is_resumed_is_compared_before_its_state_is_gathered(ranks):
     def train(rank, directory, start, stop):
-        model = build().to(rank.device)
+        model = Mlp().to(rank.device)
         if rank.index == 1:
             dist.all_reduce(torch.ones(1, device=rank.device), async_op=True)
         return {"model": model}
@@ -208,7 +190,7 @@ def test_a_message_without_a_receiver_is_named(ranks):
         return {"one": torch.ones(4)}
 
     matched, odd = (functools.partial(step, odd=odd) for odd in (False, True))
-    assert failures(ranks, Program(matched, build, batch, ones), Scenario(4, 4)) == []
+    assert failures(ranks, Program(matched, Mlp, batch, ones), Scenario(4, 4)) == []
     with pytest.raises(ScalingMismatch, match=r"rank 2 of 4 has sent float32\[4\] to rank 3 in isend") as info:
-        assert_step_scales(ranks, odd, build=build, batch=batch, reference=ones, world_sizes=[4], sizes=[4])
+        assert_step_scales(ranks, odd, build=Mlp, batch=batch, reference=ones, world_sizes=[4], sizes=[4])
     assert info.value.mistakes == ("decision-per-rank",)

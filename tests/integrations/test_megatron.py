@@ -1,4 +1,4 @@
-"""The integration of Megatron Core, on a stand-in: the names of parameters, their slices, and a gate."""
+"""The integration of Megatron Core: the names of parameters and their slices; benchmarks/clients has its gates."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check import ScalingMismatch, assert_step_scales
 from mgpu_check.integrations import megatron
-from tests.integrations import megatron_standin
-
-FEW: dict[str, Any] = {"sizes": [4], "max_examples": 1}
 
 
 @pytest.fixture
@@ -87,65 +83,6 @@ def test_what_is_not_declared_is_named(state):
     assert 'declared={"*.NAME": 0}' in str(caught.value)
     here.decoder.layers[0].a.partition_dim = 0  # type: ignore[index, union-attr]
     assert megatron.placements(here, whole, declared={"*.b": 0})["decoder.layers.0.b"][1] == ([2, 3],)
-
-
-# On ranks
-
-
-def forward(iterator, model):
-    inputs, targets = next(iterator)
-    return model(inputs) - targets, squares
-
-
-def squares(errors):
-    loss = errors.square().mean()
-    return loss, {"loss": loss.detach().clone()}
-
-
-def arguments(stride: int = 2, dropout: float = 0.0, **options: Any) -> dict[str, Any]:
-    megatron_standin.install()
-
-    def config(**sizes: Any) -> Any:
-        return SimpleNamespace(hidden_dropout=dropout, **sizes)
-
-    def build() -> nn.Module:
-        megatron_standin.install()
-        return made["build"]()
-
-    def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(n, 4), torch.randn(n, 4)
-
-    made = megatron.step(
-        lambda config, *_: megatron_standin.Gated(config, stride), config, batch, forward_step=forward, **options
-    )
-    return {**made, "build": build}
-
-
-@pytest.mark.gpus(4)
-def test_a_step_passes(ranks):
-    assert_step_scales(ranks, **arguments(), meshes=[{"dp": 2, "tp": 2}], **FEW)
-
-
-@pytest.mark.slow
-@pytest.mark.gpus(4)
-def test_a_wrong_stride_is_refuted(ranks):
-    with pytest.raises(ScalingMismatch, match="up"):
-        assert_step_scales(ranks, **arguments(stride=1), meshes=[{"tp": 2}], **FEW)
-
-
-@pytest.mark.gpus(4)
-@pytest.mark.parametrize(
-    ("mesh", "options", "message"),
-    [
-        ({"tp": 2, "dp": 1}, {}, r"axes \['tp', 'dp'\]; give some of .*, in this order"),
-        ({"tp": 2}, {"dropout": 0.1}, "hidden_dropout=0.1; a gate needs dropouts of 0"),
-        ({"dp": 2}, {"micro_batch_size": 3}, "4 samples on 1 data parallel ranks, in micro-batches of 3"),
-    ],
-    ids=["axes", "dropout", "size"],
-)
-def test_what_cannot_be_gated(ranks, mesh, options, message):
-    with pytest.raises(Exception, match=message):
-        assert_step_scales(ranks, **arguments(**options), meshes=[mesh], **FEW)
 
 
 def test_without_megatron(monkeypatch):

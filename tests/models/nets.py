@@ -152,7 +152,7 @@ class Attention(nn.Module):
 class Causal(nn.Module):
     """A language model as transformers has them, with what context parallelism needs."""
 
-    loss_type, keeps_positions = "ForCausalLM", True
+    loss_type, keeps_positions, shifts = "ForCausalLM", True, False
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,8 @@ class Causal(nn.Module):
         own = torch.arange(labels.shape[1], device=labels.device)
         positions = more.get("position_ids", own) if self.keeps_positions else own
         logits = self.head(self.self_attn(self.tokens(input_ids) + self.positions(positions)))
-        targets = more.get("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
+        own = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        targets = own if self.shifts else more.get("shift_labels", own)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         return SimpleNamespace(loss=loss / more.get("num_items_in_batch", labels[:, 1:].numel()))
 
@@ -173,6 +174,12 @@ class Restarting(Causal):
     """Counts positions from 0 in each part of a sequence."""
 
     keeps_positions = False
+
+
+class Shifting(Causal):
+    """Shifts the labels of each part of a sequence by itself, whose tokens are not in order."""
+
+    shifts = True
 
 
 MESH = {"dp": 2}

@@ -36,16 +36,6 @@ def test_sums_are_the_same_bits_in_every_order(dtype, count, seed, random) -> No
     assert sums[0].flatten().tolist() == exact
 
 
-@given(dtypes, counts, seeds)
-def test_pairwise_sums_are_the_same_bits_too(dtype, count, seed) -> None:
-    parts = exact_parts((11,), dtype, count=count, seed=seed)
-    level = parts
-    while len(level) > 1:
-        pairs = [level[i] + level[i + 1] for i in range(0, len(level) - 1, 2)]
-        level = pairs + (level[-1:] if len(level) % 2 else [])
-    assert torch.equal(level[0], _folded(parts, list(range(count)), "sum"))
-
-
 @given(dtypes, st.integers(1, 12), seeds, st.randoms(use_true_random=False))
 def test_products_are_the_same_bits_in_every_order(dtype, count, seed, random) -> None:
     parts = exact_factors((13,), dtype, count=count, seed=seed)

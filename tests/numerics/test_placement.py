@@ -75,19 +75,24 @@ def test_a_tensor_under_another_name_is_found():
     assert (one.whole, one.at) == ("b", None)
 
 
-def test_a_constant_is_found_nowhere_in_particular():
-    wholes = Wholes({**WHOLES, "zero": torch.zeros(12)})
-    assert wholes.find(torch.zeros(6)) is Unplaced.AMBIGUOUS
-    assert wholes.find(torch.zeros(6), "zero") is Unplaced.AMBIGUOUS
+ZERO = {**WHOLES, "zero": torch.zeros(12)}
+ENDING = torch.cat([WHOLES["bias"], torch.tensor([0.0, 1000.0])])
 
 
-def test_padding_is_not_told_from_a_tensor_of_zeros():
-    wholes = Wholes({**WHOLES, "zero": torch.zeros(12)})
-    assert wholes.find(torch.cat([WHOLES["bias"], torch.zeros(5)])) is Unplaced.AMBIGUOUS
-
-
-def test_many_equal_values_are_given_up():
-    assert Wholes({"a": torch.ones(300), "b": numbers(3)}).find(torch.ones(400)) is Unplaced.AMBIGUOUS
+@pytest.mark.parametrize(
+    ("wholes", "local", "hint", "why"),
+    [
+        pytest.param(ZERO, torch.zeros(6), "", Unplaced.AMBIGUOUS, id="a constant"),
+        pytest.param(ZERO, torch.zeros(6), "zero", Unplaced.AMBIGUOUS, id="a constant with a name"),
+        pytest.param(ZERO, torch.cat([WHOLES["bias"], torch.zeros(5)]), "", Unplaced.AMBIGUOUS, id="padding"),
+        pytest.param({"a": torch.ones(300)}, torch.ones(400), "", Unplaced.AMBIGUOUS, id="many equal values"),
+        pytest.param(WHOLES, numbers(2, 6, start=1000), "", Unplaced.NOWHERE, id="other values"),
+        pytest.param(WHOLES, WHOLES["a"][:2].double(), "", Unplaced.NOWHERE, id="another dtype"),
+        pytest.param(WHOLES, ENDING, "", Unplaced.NOWHERE, id="a whole, and other values at the end"),
+    ],
+)
+def test_what_may_be_in_several_places_or_in_none_has_no_place(wholes, local, hint, why):
+    assert Wholes(wholes).find(local, hint) is why
 
 
 def test_values_that_come_twice_are_told_by_the_name_only():
@@ -108,15 +113,6 @@ def test_rows_that_come_twice_are_told_by_their_neighbours():
     (one,) = slices
     assert str(one) == "dim 0: 5 to 6 of 8"
     assert Wholes({"a": whole}).find(whole[5:6]) is Unplaced.AMBIGUOUS
-
-
-@pytest.mark.parametrize("local", [numbers(2, 6, start=1000), numbers(3, start=1000), WHOLES["a"][:2].double()])
-def test_other_values_are_found_nowhere(local):
-    assert Wholes(WHOLES).find(local) is Unplaced.NOWHERE
-
-
-def test_a_whole_with_other_values_at_the_end_is_none_of_the_model():
-    assert Wholes(WHOLES).find(torch.cat([WHOLES["bias"], torch.tensor([0.0, 1000.0])])) is Unplaced.NOWHERE
 
 
 @st.composite
@@ -160,35 +156,12 @@ def test_a_gap_is_missing():
     assert gap.value[gap.missing].unique().tolist() == [0.0]
 
 
-def test_of_several_holders_the_first_counts():
-    part = Slice("a", (4,), indexed((4,), slice(0, 4)))
-    one = assembled([(part, torch.ones(4)), (part, torch.zeros(4))])
-    assert one.value.tolist() == [1.0] * 4
-
-
 def test_a_slice_reads_and_writes_its_elements():
     one = Slice("bias", (7,), torch.tensor([4, 2]), within=(1, 3))
     local, whole = torch.tensor([9.0, 1.0, 2.0, 9.0]), torch.zeros(7)
     one.put(local, whole)
     assert whole.tolist() == [0, 0, 2, 0, 1, 0, 0]
     assert one.of(local).tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("at", "told"),
-    [
-        (None, "all"),
-        ([], "nothing"),
-        ([*range(16)], "all"),
-        ([0, 1, 2, 3], "dim 0: 0 of 4"),
-        ([0, 4, 8, 12], "dim 1: 0 of 4"),
-        ([5, 6, 9, 10], "dim 0: 1 to 2 of 4, dim 1: 1 to 2 of 4"),
-        ([3, 4, 5], "elements 3 to 5 of 16"),
-        ([0, 2, 5, 7, 13], "elements 0 and 2 and 5 and 2 more ranges of 16"),
-    ],
-)
-def test_a_slice_is_described(at, told):
-    assert str(Slice("a", (4, 4), None if at is None else torch.tensor(at, dtype=torch.int64))) == told
 
 
 def test_every_contiguous_range_of_two_flat_tensors_is_found():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from mgpu_check.numerics.placement import by_attributes, by_user, check_placement
+from mgpu_check.numerics.placement import by_attributes, by_user
 
 SHAPES = {"up.weight": (8, 6), "layers.3.weight": (4, 4), "bias": (5,)}
 PLACE = {"": (3, 4), "dp": (1, 2), "tp": (1, 2)}
@@ -89,22 +89,6 @@ def test_a_function_of_name_and_rank():
 def test_wrong_specifications(spec, message):
     with pytest.raises(ValueError, match=message):
         positions(spec)
-
-
-def test_a_name_that_one_device_does_not_have():
-    with pytest.raises(ValueError, match=r"placement of '0.weight' names '0.weight', which build\(\) does not make"):
-        by_user({"*": 0}, "0.weight", None, PLACE, SHAPES)
-
-
-@pytest.mark.parametrize("placement", [3, "up.weight", ["up.weight"]])
-def test_what_is_no_placement(placement):
-    with pytest.raises(ValueError, match=r"assert_step_scales: placement=.*; give a mapping from patterns"):
-        check_placement("assert_step_scales", placement)
-
-
-def test_what_is_a_placement():
-    for placement in (None, {}, {"*": 0}, lambda name, rank: None):
-        check_placement("assert_step_scales", placement)
 
 
 def marked(shape: tuple[int, ...], dim: int, stride: int = 1, parallel: bool = True) -> Any:

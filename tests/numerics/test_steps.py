@@ -7,7 +7,7 @@ import torch
 
 from mgpu_check.asserts.models import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.numerics.steps import deviations, full_precision, measure_step, measure_step_provisionally
+from mgpu_check.numerics.steps import measure_step, measure_step_provisionally
 from mgpu_check.oracles.training import models, training_steps
 from mgpu_check.oracles.training.cases import TrainingSpec
 
@@ -120,42 +120,6 @@ def test_measuring_leaves_inputs_and_random_state_alone() -> None:
     measure_step(_steps(training, 2), inputs)
     assert torch.equal(torch.rand(2), first)
     assert all(torch.equal(inputs[name], value) for name, value in before.items())
-
-
-def test_measurements_repeat() -> None:
-    training = TrainingSpec("mlp", 4, seed=0)
-    first, second = (measure_step(_steps(training, 1), _inputs(training)) for _ in range(2))
-    assert all(torch.equal(value, second.tolerance[name]) for name, value in first.tolerance.items())
-
-
-def test_without() -> None:
-    training = TrainingSpec("mlp", 4, seed=0)
-    measured = measure_step(_steps(training, 1), _inputs(training))
-    less = measured.without(["gradient of 0.weight"])
-    assert measured.reference.keys() - less.reference.keys() == {"gradient of 0.weight"}
-    assert less.reference.keys() == less.tolerance.keys()
-
-
-def test_misuse() -> None:
-    with pytest.raises(ValueError, match="no floating-point tensor"):
-        measure_step(lambda inputs: inputs, {"labels": torch.tensor([1])})
-    with pytest.raises(ValueError, match="singles have"):
-        measure_step(lambda inputs: inputs, {"x": torch.ones(2)}, singles=[{"y": torch.ones(2)}])
-    with pytest.raises(ValueError, match="singles have"):
-        measure_step_provisionally(lambda inputs: inputs, {"x": torch.ones(2)}, {"y": torch.ones(2)})
-
-
-def test_deviations_grow_with_the_number_of_comparisons() -> None:
-    assert 6 < deviations(1) < deviations(10**6) < 9
-
-
-def test_full_precision_is_put_back() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    with pytest.raises(KeyError), full_precision():
-        assert not torch.backends.cuda.matmul.allow_tf32
-        assert not torch.backends.cudnn.allow_tf32
-        raise KeyError
-    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
 
 
 @pytest.mark.slow

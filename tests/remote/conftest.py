@@ -14,12 +14,15 @@ import sys
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from mgpu_check.engine.remote.connections import Connections
+from mgpu_check.engine.remote.credentials import Key, new_secret
+from mgpu_check.engine.remote.meeting import listen_at
 from tests.conftest import processes_with as started_with
 from tests.warm import STANDBYS_OF_LAUNCHED, Forked, Template
 
@@ -84,7 +87,6 @@ class Launch:
         commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
         template: Template | None = None,
         *,
-        networks: Sequence[str | None] = (),
         standbys: int = STANDBYS_OF_LAUNCHED,
         imports: Sequence[str] = (),
     ) -> None:
@@ -92,7 +94,6 @@ class Launch:
         Args:
             commands: each with the variables that it has besides those of this process.
             template: what they are forked from, all of them ``python -m …``; None to start interpreters.
-            networks: for each, the network namespace that it is in, if it is in another; none: of this process.
             standbys: how many of the processes that each starts are forked; `imports`: what they have imported.
         """
         self.directory = directory
@@ -100,8 +101,7 @@ class Launch:
         base = {name: value for name, value in os.environ.items() if not _REPLACED.match(name)}
         self.logs = [directory / f"log-{self.value}-{index}" for index in range(len(commands))]
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
-        places = networks or [None] * len(commands)
-        for (command, variables), network, log in zip(commands, places, self.logs, strict=True):
+        for (command, variables), log in zip(commands, self.logs, strict=True):
             environment = {**base, MARK: self.value, KEY_FILE: str(directory / "agent-key"), **variables}
             with log.open("wb") as output:
                 self.processes.append(
@@ -114,11 +114,10 @@ class Launch:
                         standbys=standbys,
                         imports=imports,
                         directory=directory,
-                        network=network,
                     )
                     if template is not None
                     else subprocess.Popen(
-                        [*(("ip", "netns", "exec", network) if network else ()), *command],
+                        command,
                         cwd=directory,
                         env=environment,
                         stdin=subprocess.DEVNULL,
@@ -166,28 +165,12 @@ TORCHRUN = "torch.distributed.run"
 PYTEST = ("-m", "mgpu_check", "pytest", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--junitxml=result.xml")
 
 
-@dataclass(frozen=True)
-class Node:
-    """The place of one torchrun.
-
-    Attributes:
-        address: the one that the other uses to reach it.
-        network: the name of the network namespace that it is in.
-        options: what follows its command.
-    """
-
-    address: str = "127.0.0.1"
-    network: str | None = None
-    options: Sequence[str] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-
 Torchrun = Callable[..., Launch]
 
 
 @pytest.fixture(scope="session")
 def torchrun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, template: Template) -> Torchrun:
-    """Start torchrun on each of `nodes`, each for as many of the ranks, on the tests in `source`.
+    """Start a torchrun for each of `nodes`, each for as many of the ranks and with its variables, on the tests in `source`.
 
     It and the ranks are forked from where torch is imported; if `cold`, they are interpreters that import it
     themselves.
@@ -197,32 +180,26 @@ def torchrun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         source: str,
         *arguments: str,
         restarts: int = 0,
-        nodes: Sequence[Node] = (Node(), Node()),
+        nodes: Sequence[Mapping[str, str]] = ({}, {}),
         ranks: int = 4,
         cold: bool = False,
     ) -> Launch:
         directory = tmp_path_factory.mktemp("launch")
         (directory / "test_it.py").write_text(source)
         each = ranks // len(nodes)
-        rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:{free_port()}", "--rdzv-id=test")
+        rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test")
         commands = []
-        for node in nodes:
+        for variables in nodes:
             command = [
                 *(sys.executable, "-m", TORCHRUN, f"--nnodes={len(nodes)}", f"--nproc-per-node={each}", *rendezvous),
-                *(
-                    f"--local-addr={node.address}",
-                    f"--max-restarts={restarts}",
-                    f"--log-dir={directory}",
-                    *node.options,
-                ),
+                *("--local-addr=127.0.0.1", f"--max-restarts={restarts}", f"--log-dir={directory}"),
                 *(*PYTEST, f"--gpus={ranks}", "--simulate", "test_it.py", *arguments),
             ]
-            commands.append((command, {"OMP_NUM_THREADS": "1", **node.variables}))
+            commands.append((command, {"OMP_NUM_THREADS": "1", **variables}))
         return Launch(
             directory,
             commands,
             None if cold or request.config.getoption("cold") else template,
-            networks=[node.network for node in nodes],
             standbys=each * (1 + restarts),
             imports=[TORCHRUN],
         )
@@ -244,3 +221,15 @@ def launched_by(request: pytest.FixtureRequest, template: Template) -> LaunchedB
         return Launch(directory, commands, None if request.config.getoption("cold") else template)
 
     return start
+
+
+KEY = Key(new_secret(), "this test")
+
+
+@pytest.fixture
+def connections() -> Iterator[Connections]:
+    """The driver's side of the connections, for two agents."""
+    one = Connections(listen_at("127.0.0.1"), KEY, size=2, parent=None, patience=30.0)
+    one.start()
+    yield one
+    one.finish(0)

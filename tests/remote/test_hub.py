@@ -9,7 +9,6 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,22 +16,12 @@ import pytest
 from mgpu_check.devices.inventory import Slot
 from mgpu_check.engine.remote import connections as listener
 from mgpu_check.engine.remote.connections import AgentGone, Connections, Lines, line
-from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present
+from mgpu_check.engine.remote.credentials import Key, Stranger, present
 from mgpu_check.engine.remote.driver import AgentLauncher, RemoteProcess, WrongLaunch, too_few_files
-from mgpu_check.engine.remote.meeting import listen_at
 from mgpu_check.processes.channel import Channel
+from tests.remote.conftest import KEY
 
-KEY = Key(new_secret(), "this test")
 VERSIONS = {"torch": "2.13"}
-
-
-@pytest.fixture
-def connections() -> Iterator[Connections]:
-    one = Connections(listen_at("127.0.0.1"), KEY, size=2, parent=None, patience=0.2)
-    one.patience = 30.0
-    one.start()
-    yield one
-    one.finish(0)
 
 
 def connect(connections: Connections, key: Key = KEY) -> socket.socket:
@@ -189,19 +178,13 @@ BOOTS = {"boot": "1f0c9a3e-6c1d"}, {"boot": "77aa0b1c-0000"}
     ("places", "ranks", "names"),
     [
         (({"host": "same"}, {"host": "same"}), [(0,), (1,)], ["same (node 0)", "same (node 1)"]),
-        # Containers of one machine.
-        (
-            ({"host": "same", **BOOTS[0]}, {"host": "same", **BOOTS[0]}),
-            [(0,), (1,)],
-            ["same (node 0)", "same (node 1)"],
-        ),
         ((NOWHERE, NOWHERE), [(0, 1)], [""]),  # one machine
         (
             ({**NOWHERE, **BOOTS[0]}, {**NOWHERE, **BOOTS[1]}),
             *([(0,), (1,)], ["same (boot 1f0c9a3e)", "same (boot 77aa0b1c)"]),
         ),
     ],
-    ids=["by node", "by node on one machine", "one by name", "by boot"],
+    ids=["by node", "one by name", "by boot"],
 )
 def test_hosts_of_one_name_are_told_apart(
     connections: Connections, places: tuple[dict[str, Any], ...], ranks: list[tuple[int, ...]], names: list[str]

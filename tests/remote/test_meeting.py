@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,12 @@ from mgpu_check.engine.remote.meeting import (
     End,
     Meeting,
     is_loopback,
-    listen_at,
     listener_for,
     rendezvous_of,
 )
-from tests.remote.conftest import free_port
+from tests.remote.conftest import KEY, free_port
 
 USER = Key(new_secret(), "/home/user/key")
-HUB_KEY = Key(new_secret(), "this test")
 
 
 def launched(rank: int, port: int, **more: Any) -> LaunchedProcess:
@@ -36,14 +33,6 @@ def launched(rank: int, port: int, **more: Any) -> LaunchedProcess:
 @pytest.fixture
 def meeting() -> Meeting:
     return Meeting(launched(0, free_port()), 30.0, USER)
-
-
-@pytest.fixture
-def connections() -> Iterator[Connections]:
-    one = Connections(listen_at("127.0.0.1"), HUB_KEY, size=2, parent=None, patience=30.0)
-    one.start()
-    yield one
-    one.finish(0)
 
 
 def put(meeting: Meeting, name: str, value: object) -> None:
@@ -178,15 +167,15 @@ def test_who_hands_on_what_both_say_is_no_further(connections: Connections):
         relay = threading.Thread(target=hand_on)
         relay.start()
         with pytest.raises((Stranger, OSError)):
-            connect(Announced("127.0.0.1", port, "x", HUB_KEY))
+            connect(Announced("127.0.0.1", port, "x", KEY))
         relay.join()
     assert connections.agents == {} and connections.refused == {"127.0.0.1": 1}
-    connect(Announced("127.0.0.1", connections.port, "x", HUB_KEY)).close()
+    connect(Announced("127.0.0.1", connections.port, "x", KEY)).close()
 
 
 def test_what_was_shown_to_one_run_is_nothing_to_another_of_the_same_user(connections: Connections):
     with pytest.raises((Stranger, OSError)):
-        connect(Announced("127.0.0.1", connections.port, "x", HUB_KEY.of_run("another")))
+        connect(Announced("127.0.0.1", connections.port, "x", KEY.of_run("another")))
     assert connections.refused == {"127.0.0.1": 1}
 
 

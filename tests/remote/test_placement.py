@@ -16,10 +16,6 @@ from mgpu_check.strategies import device_counts, places, world_sizes
 HOSTS = st.lists(st.integers(1, 8), min_size=2, max_size=5)
 
 
-def test_a_mark_on_one_machine_is_a_test_for_each_size():
-    assert placements([2, 4], []) == {"ranks=2": 2, "ranks=4": 4}
-
-
 def test_a_mark_on_several_hosts_is_tried_within_one_and_across():
     assert {name: getattr(size, "per_host", None) for name, size in placements([1, 2, 3, 4], [2, 2]).items()} == {
         "ranks=1": None,
@@ -84,26 +80,9 @@ def test_worlds_are_drawn_over_all_hosts_and_devices_from_one():
     assert seen == {"cpu", "cuda:0", "cuda:1", "cuda:2"}
 
 
-@pytest.mark.usefixtures("two_hosts")
-def test_a_counterexample_is_the_smallest_world_and_tells_its_hosts():
-    @settings(database=None)
-    @given(size=world_sizes())
-    def crosses(size: WorldSize) -> None:
-        assert sum(count > 0 for count in size.per_host) < 2
-
-    with pytest.raises(AssertionError) as info:
-        crosses()
-    assert "size=WorldSize([1, 1])" in "\n".join(info.value.__notes__)
-
-
 def test_a_rank_beyond_keeps_what_its_own_host_set(tmp_path):
     own = CallContext(("/own",), str(tmp_path), {"INTERFACE": "eth1", "GONE": "x", "BOTH": "agent"})
     told = CallContext(("/driver",), "/no/such/directory", {"BOTH": "test", "NEW": "1"}, frozenset({"GONE"}))
     assert told.over(own) == CallContext(
         ("/driver", "/own"), str(tmp_path), {"INTERFACE": "eth1", "BOTH": "test", "NEW": "1"}
     )
-
-
-def test_a_rank_of_this_machine_has_what_the_pytest_process_has():
-    told = CallContext(("/driver",), "/", {"A": "1"})
-    assert told.over(CallContext(("/own",), "/tmp", {"B": "2"})) is told

@@ -21,7 +21,6 @@ PYTEST = ("pytest", "test_it.py")
     [
         (PYTEST, {}, "", (None, False, None, 300.0)),
         ((*PYTEST, "--agent-key-file=/a"), {VARIABLE: "/b"}, "agent_key_file = /c", ("/a", False, None, 300.0)),
-        ((*PYTEST, "--agent-key-file", "/a", "--own-option=1"), {}, "", ("/a", False, None, 300.0)),
         (PYTEST, {VARIABLE: "/b"}, "agent_key_file = /c", ("/b", False, None, 300.0)),
         (PYTEST, {}, "agent_key_file = /c\nsimulate = true\ngpus = 2", ("/c", False, "cpu", 300.0)),
         (PYTEST, {VARIABLE: ""}, "agent_key_file = /c\ntrust_network = yes", (None, True, None, 300.0)),
@@ -30,7 +29,6 @@ PYTEST = ("pytest", "test_it.py")
         (PYTEST, {"MGPU_CHECK_TRUST_NETWORK": "1"}, "", (None, True, None, 300.0)),
         # The suite does not read the ini file of the directory.
         (SUITE, {VARIABLE: "/b"}, "agent_key_file = /c\ntrust_network = yes", ("/b", False, None, 300.0)),
-        ((*SUITE, "--trust-network", "--simulate"), {}, "", (None, True, "cpu", 300.0)),
         (("selftest", "--agent-key-file=/a"), {}, "", ("/a", False, None, 300.0)),
         # The driver reports a wrong value, once.
         ((*PYTEST, "--rank-timeout=never"), {VARIABLE: "/b"}, "", (None, False, None, 300.0)),

@@ -9,16 +9,15 @@ import time
 
 import pytest
 
-from tests.remote.conftest import Launch, Node, Run, Torchrun
+from tests.remote.conftest import Launch, Run, Torchrun
 
 ORDER = """
-import json, os, pickle, signal, socket, time
+import os, signal, time
 
 import pytest, torch, torch.distributed as dist
 from hypothesis import given, settings
 
 from mgpu_check import strategies
-from mgpu_check.engine.remote import launched_process
 from mgpu_check.devices.inventory import WorldSize
 
 
@@ -100,27 +99,6 @@ def test_in_one_process(gpus, device, count):
     print("HOME", os.environ["HOME_OF_AGENT"])
 
 
-class Bomb:
-    def __reduce__(self):
-        return open, ("exploded", "w")
-
-
-def test_strangers(ranks):
-    port = launched_process.driver().connections.port
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
-    for said in (b"", b"x", os.urandom(1 << 16), b"{}\\n" * 100, pickle.dumps(Bomb()) * 100, b"\\0" * 64):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            try:
-                stranger.sendall(said)
-            except ConnectionError:
-                pass
-    # New ranks have to connect, while all of them are there.
-    assert ranks.run(total, size=WorldSize([2, 1])) == [6.0] * 3
-    assert not os.path.exists("exploded")
-    for one in silent:
-        one.close()
-
-
 @pytest.mark.ranks
 def test_raises(rank):
     if rank.index == 2:
@@ -157,7 +135,7 @@ def test_after_the_death(rank):
 
 @pytest.fixture(scope="module")
 def green_and_red(torchrun: Torchrun) -> Run:
-    homes = (Node(variables={"HOME_OF_AGENT": "first"}), Node(variables={"HOME_OF_AGENT": "second"}))
+    homes = ({"HOME_OF_AGENT": "first"}, {"HOME_OF_AGENT": "second"})
     launch = torchrun(GREEN_AND_RED, "-rA", nodes=homes)
     return launch.wait()
 

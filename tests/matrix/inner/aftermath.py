@@ -1,4 +1,4 @@
-"""The test that comes after each fault; the modules of all situations have it."""
+"""The tests that come before and after each fault; the modules of all situations have the second."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def look(rank: Any) -> tuple[int, int, dict[str, Any]]:
     return os.getpid(), os.getppid(), changes.observe(rank)
 
 
-def check(ranks: Any, clean: list[dict[str, Any]], record_property: Any) -> None:
+def before(name: str, warm: object) -> None:
+    """The ranks are up: what is timed is not their start."""
+
+
+def after(ranks: Any, clean: list[dict[str, Any]], name: str, record_property: Any) -> None:
     """The next test passes, does not notice the fault, and no part of the fault survives."""
     pids, servers, seen = zip(*ranks.run(look, size=faults.SIZE), strict=True)
     changed = {

@@ -6,9 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import aftermath
 import faults
-import pytest
-from aftermath import check
 
 SIGNALS = {
     "sigkill": signal.SIGKILL,
@@ -19,15 +18,14 @@ SIGNALS = {
     "kills-the-fork-server": signal.SIGKILL,
     "sigstop": signal.SIGSTOP,
 }
+NAMES = list(SIGNALS)
 PIDS: dict[str, Any] = {}
 
 
-@pytest.mark.parametrize("name", SIGNALS)
 def test_before(name, warm):
     PIDS[name] = warm
 
 
-@pytest.mark.parametrize("name", SIGNALS)
 def test_fault(name):
     rank, server = PIDS[name][faults.CULPRIT]
     end = os.pidfd_open(rank)
@@ -40,6 +38,4 @@ def test_fault(name):
     os.close(end)
 
 
-@pytest.mark.parametrize("name", SIGNALS)
-def test_next(ranks, clean, name, record_property):
-    check(ranks, clean, record_property)
+test_next = aftermath.after

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from changes import CHANGES, share
 
-from mgpu_check.processes.channel import _BUFFER, _HEADER, _MAGIC, Outcome, frame
-from mgpu_check.processes.pickling import Pickled
+from mgpu_check.processes.channel import _BUFFER, _HEADER, _MAGIC, frame
 
 SIZE, CULPRIT = 3, 1
 
@@ -324,23 +323,8 @@ def garbage() -> None:
 
 
 @_add("wire")
-def a_few_bytes_of_garbage() -> None:
-    _say(b"\xff")
-
-
-@_add("wire")
-def garbage_as_a_message() -> None:
-    _say(_HEADER.pack(_MAGIC, 20) + b"\x80\x05 this is no pickle"[:20].ljust(20))
-
-
-@_add("wire")
 def message_of_another_kind() -> None:
     _say(frame({"not": "an answer"}))
-
-
-@_add("wire")
-def answer_to_another_call() -> None:
-    _say(frame(Outcome(10**6, Pickled(b"", ()), None, (0, 0), ())))
 
 
 @_add("wire")

@@ -1,18 +1,12 @@
 """The fault happens in the body of a test marked `ranks`."""
 
+import aftermath
 import faults
 import pytest
-from aftermath import check
 
+NAMES = list(faults.FAULTS)
 
-@pytest.fixture
-def value(name):
-    return faults.argument(name)
-
-
-@pytest.mark.parametrize("name", faults.FAULTS)
-def test_before(name, warm):
-    """The ranks are up: what is timed is not their start."""
+test_before = aftermath.before
 
 
 def marked(name):
@@ -20,11 +14,9 @@ def marked(name):
     return pytest.param(name, marks=pytest.mark.ranks(faults.SIZE, **limit))
 
 
-@pytest.mark.parametrize("name", map(marked, faults.FAULTS))
+@pytest.mark.parametrize("name", map(marked, NAMES))
 def test_fault(rank, name, value):
     return faults.happen(rank, name, value)
 
 
-@pytest.mark.parametrize("name", faults.FAULTS)
-def test_next(ranks, clean, name, record_property):
-    check(ranks, clean, record_property)
+test_next = aftermath.after

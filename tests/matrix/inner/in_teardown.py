@@ -2,9 +2,9 @@
 
 import time
 
+import aftermath
 import faults
 import pytest
-from aftermath import check
 
 # Reports are the same as in a setup; other tests show that pytest continues.
 NAMES = ["raises", "sys-exit", "unpicklable-result", "exit-0", "sigkill", "sleeps", "other-collective", "sigstop"]
@@ -24,11 +24,8 @@ def beneath(name, record_property):
     record_property("torn down", True)
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_fault(name, beneath, broken):
     pass
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_next(ranks, clean, name, record_property):
-    check(ranks, clean, record_property)
+test_next = aftermath.after

@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(_fault_of(item)))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test is there for each fault of its module, if it does not say itself for which."""
+    if not any(metafunc.definition.iter_markers("parametrize")):
+        metafunc.parametrize("name", metafunc.module.NAMES)
+
+
 def _fault_of(item: pytest.Item) -> str:
     assert isinstance(item, pytest.Function)
     return str(item.callspec.params["name"])
@@ -88,6 +94,11 @@ def _session(stash: Stash) -> Any:
 def clean(ranks: Any) -> list[dict[str, Any]]:
     """What fresh ranks see."""
     return ranks.run(changes.observe, size=faults.SIZE)
+
+
+@pytest.fixture
+def value(name: str) -> object:
+    return faults.argument(name)
 
 
 @pytest.fixture

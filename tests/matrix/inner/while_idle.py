@@ -2,9 +2,9 @@
 
 import time
 
+import aftermath
 import faults
 import pytest
-from aftermath import check
 from trigger import IN_A_CALL, Armed
 
 NAMES = [name for name in faults.FAULTS if name not in IN_A_CALL]
@@ -18,11 +18,8 @@ def afterwards(ranks, name, warm, tmp_path, record_property):
     armed.go()
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_fault(name, afterwards):
     pass
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_next(ranks, clean, name, record_property):
-    check(ranks, clean, record_property)
+test_next = aftermath.after
