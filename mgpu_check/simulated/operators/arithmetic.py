@@ -25,7 +25,7 @@ from torch import Tensor
 from mgpu_check.option_values import ArithmeticSettings
 from mgpu_check.simulated.operators.generators import drawn_permutation
 from mgpu_check.simulated.tensor import CHANNELS_LAST, SimulatedTensor, is_channels_last, mapped, raw, tensors_in
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, argument_values, written_by
 
 Kernel = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -104,12 +104,7 @@ def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Arguments
     """Return the tensors whose values a call has computed: its results, or else the arguments that it wrote."""
     if out is not None and not func._schema.is_mutable:
         return list(out) if isinstance(out, (list, tuple)) else [out]
-    targets = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            targets += list(tensors_in(value))
-    return targets
+    return list(tensors_in(argument_values(written_by(func), args, kwargs)))
 
 
 _left_alone: set[str] = set()
