@@ -90,8 +90,7 @@ def made_by(name: str, **arguments: Any) -> Callable[[Parameters], Defect]:
 
     def make(parameters: Parameters) -> Defect:
         module = importlib.import_module("mgpu_check.simulated.defects.implementations")
-        defect: Defect = getattr(module, name)(parameters, **arguments)
-        return defect
+        return getattr(module, name)(parameters, **arguments)
 
     return make
 

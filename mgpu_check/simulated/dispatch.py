@@ -99,7 +99,7 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
             operands.append(operand)
             continue
         if tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # the class has its own dispatch
-            return NotImplemented  # type: ignore[no-any-return]
+            return NotImplemented
         references = sys.getrefcount(operand.tensor)
         if _reference_counts is not None:
             _reference_counts.append(references)

@@ -143,8 +143,7 @@ def readable(tensor: Any) -> torch.Tensor | None:
         if wrapped or is_lazy(tensor) or _base.is_meta.__get__(tensor) or _base.is_nested.__get__(tensor):
             return None
         if is_distributed(tensor):
-            distributed: torch.Tensor = _base.detach(tensor)
-            return distributed
+            return _base.detach(tensor)
         if type(tensor).__module__.partition(".")[0] not in PACKAGES:
             with torch._C._DisableTorchDispatch():
                 tensor = torch.Tensor._make_subclass(torch.Tensor, tensor)

@@ -197,8 +197,7 @@ class OutputRecorder:
                 self._known[module], self._count = self._count, self._count + 1
                 name = named[0].removesuffix(_KEY).removesuffix(".")
                 self._writer.write("output", name=name, dtype=name_of(dtype))
-        number: int | None = self._known[module]
-        return number
+        return self._known[module]
 
 
 def _local(output: Any) -> torch.Tensor | None:

@@ -281,8 +281,7 @@ def kept(directory: Path, rank: Rank) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     # An entry may be of a user's subclass of int or str. By default, loading refuses classes that are not on its list
     # (torch/serialization.py, load, torch 2.13).
-    state: dict[str, Any] = torch.load(file, weights_only=False)
-    return state
+    return torch.load(file, weights_only=False)
 
 
 def load(directory: Path, index: int) -> dict[StateEntry, Any]:

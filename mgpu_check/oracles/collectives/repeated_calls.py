@@ -43,8 +43,7 @@ Tensors = Sequence[torch.Tensor]
 
 def collective_named(name: str, *, older: bool = False) -> Callable[..., Any]:
     """Return a collective under the name that this version of torch does not deprecate, or under the older name."""
-    function: Callable[..., Any] = (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
-    return function
+    return (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
 
 
 def coalescing(group: Any, device: torch.device, *, asynchronous: bool) -> Any:

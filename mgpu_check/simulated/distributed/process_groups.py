@@ -144,8 +144,7 @@ class ProcessGroupNCCL:
         self.options._timeout = timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        number: int = 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-        return number
+        return 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
     def _is_initialized(self) -> bool:
         return bool(self.used)
@@ -402,8 +401,7 @@ def _device_types(original: property) -> property:
     def types(self: dist.ProcessGroup) -> list[torch.device]:
         nccl_group = nccl_of(self)
         if nccl_group is None:
-            listed: list[torch.device] = original.__get__(self)
-            return listed
+            return original.__get__(self)
         return [torch.device(name) for name in nccl_group.backends]
 
     return property(types)

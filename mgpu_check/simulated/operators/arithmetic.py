@@ -389,8 +389,7 @@ def _convolution_backward(name: str, a: Arguments) -> Values:
     axis, rest = 1 if a["transposed"] else 0, _geometry(a)
 
     def backward(i: int, gradient: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        result: Tensor = _aten.convolution_backward(gradient, x, w, None, *rest, [i == 0, i == 1, False])[i]
-        return result
+        return _aten.convolution_backward(gradient, x, w, None, *rest, [i == 0, i == 1, False])[i]
 
     of_x = of_w = None
     if mask[0]:
@@ -416,8 +415,7 @@ def _index_add(name: str, a: Arguments) -> Values:
     if not x.is_floating_point() or index.dim() != 1 or index.numel() < 2 or not source.dim():
         return None
     order = _order(index.numel(), x, varies=present.varies)
-    result: Tensor = _aten.index_add(x, d, index[order], source.index_select(d, order), alpha=a["alpha"])
-    return result
+    return _aten.index_add(x, d, index[order], source.index_select(d, order), alpha=a["alpha"])
 
 
 def _scatter_add(name: str, a: Arguments) -> Values:
@@ -425,8 +423,7 @@ def _scatter_add(name: str, a: Arguments) -> Values:
     if not x.is_floating_point() or not index.dim() or index.size(d) < 2 or source.size(d) < index.size(d):
         return None
     order = _order(index.size(d), x, varies=present.varies)
-    result: Tensor = _aten.scatter_add(x, d, index.index_select(d, order), source.index_select(d, order))
-    return result
+    return _aten.scatter_add(x, d, index.index_select(d, order), source.index_select(d, order))
 
 
 def _embedding_backward(name: str, a: Arguments) -> Values:
@@ -436,8 +433,7 @@ def _embedding_backward(name: str, a: Arguments) -> Values:
     order = _order(index.numel(), index)
     gradient = _accumulated(a["grad_output"]).reshape(-1, a["grad_output"].size(-1))[order]
     rest = (a[key] for key in ("num_weights", "padding_idx", "scale_grad_by_freq"))
-    result: Tensor = _aten.embedding_dense_backward(gradient, index[order], *rest)
-    return result
+    return _aten.embedding_dense_backward(gradient, index[order], *rest)
 
 
 def _index_put(name: str, a: Arguments) -> Values:
@@ -452,8 +448,7 @@ def _index_put(name: str, a: Arguments) -> Values:
         return None
     order = _order(count, x)
     spread = a["values"].expand(*places[0].shape, *inner).reshape(count, *inner)
-    result: Tensor = _aten.index_put(x, [p.reshape(-1)[order] for p in places], spread[order], True)
-    return result
+    return _aten.index_put(x, [p.reshape(-1)[order] for p in places], spread[order], True)
 
 
 def _by_chance(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:

@@ -46,8 +46,7 @@ def _loaded(location: str) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(_saved(), buffer)
     buffer.seek(0)
-    loaded: torch.Tensor = torch.load(buffer, map_location=location)
-    return loaded
+    return torch.load(buffer, map_location=location)
 
 
 def _worked_out(device: str) -> torch.Tensor:

@@ -283,8 +283,7 @@ class _Stage(nn.Sequential):
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage has one more argument
         self.rows.append(rows.reshape(-1))
-        outputs: torch.Tensor = super().forward(x)
-        return outputs
+        return super().forward(x)
 
 
 _FEATURES = 4
@@ -656,8 +655,7 @@ def _portions(results: Mapping[str, torch.Tensor], places: Mapping[str, tuple[in
 
 
 def step_of(case: MechanismCase, ranks: int) -> DividedStep:
-    step: DividedStep = pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].class_name}")(case, ranks)
-    return step
+    return pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].class_name}")(case, ranks)
 
 
 def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, float]:
