@@ -32,6 +32,7 @@ from mgpu_check.option_values import Depth, depth_of
 from mgpu_check.processes.child_processes import FROM_OUTSIDE
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.settings import active
+from mgpu_check.torch_hooks.patches import replaced
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.machine.checks import KernelFacts
@@ -350,13 +351,10 @@ class Node:
             has_failed = any(entry.outcome == "failed" for entry in trouble.observations)
             if (has_failed or isinstance(error, StartupFailure | RankHang)) and not self._probing:
                 # An error in a group does not name the GPU at fault, so ask the GPUs one at a time.
-                self._probing = True
                 limit = min(_PROBE * slowdown(), seconds_for_a_call())
-                try:
+                with replaced(self, "_probing", True):
                     for number in self.numbers:
                         self.on_ranks(check, answers, check, gpus=[number], timeout=limit)
-                finally:
-                    self._probing = False
             return []
         alone = repeatable.host is not None
         hosts = [repeatable.host or 0] * len(results) if alone else [self.gpus[number].host for number in gpus]
@@ -369,11 +367,8 @@ class Node:
             self._measuring |= {speed.kind: measure for speed in new if isinstance(speed, Measurement)}
             failed += [entry for entry in new if isinstance(entry, Observation) and entry.outcome == "failed"]
         if failed and not self._controlling:
-            self._controlling = True
-            try:
+            with replaced(self, "_controlling", True):
                 self.on_failed(repeatable, failed)
-            finally:
-                self._controlling = False
         return translated
 
 

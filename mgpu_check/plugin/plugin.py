@@ -32,6 +32,7 @@ from mgpu_check.plugin.requirements import (
 )
 from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
 from mgpu_check.settings import OPTIONS, Settings, activate, all_options, resolve, unknown_variables
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.version import without_torch
 
 if TYPE_CHECKING:
@@ -343,11 +344,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     needs, session = pyfuncitem.stash.get(NEEDS, None), pyfuncitem.config.stash[SESSION]
     if needs is None:
-        session.test.in_body = True
-        try:
+        with replaced(session.test, "in_body", True):
             return (yield)
-        finally:
-            session.test.in_body = False
     from mgpu_check.plugin.execution import running
 
     try:

@@ -51,7 +51,7 @@ from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, FunctionForm
 from mgpu_check.torch_hooks.collectives import group_of, option
 from mgpu_check.torch_hooks.nested import leaves, named_modules, named_parameters, tensors_of
-from mgpu_check.torch_hooks.patches import Patches, around
+from mgpu_check.torch_hooks.patches import Patches, around, replaced
 from mgpu_check.torch_hooks.tensors import (
     as_real,
     is_capturing,
@@ -268,11 +268,8 @@ class Flow:
     def _watched(self, form: FunctionForm, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_noted():
             return function(*args, **kwargs)
-        self._within = True
-        try:
+        with replaced(self, "_within", True):
             result = function(*args, **kwargs)
-        finally:
-            self._within = False
         self._guard(self._reduced)(form, result, args, kwargs)
         return result
 

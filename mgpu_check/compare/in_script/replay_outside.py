@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgpu_check.compare.in_script.joining import NotJoinedError, SampleRows, sample_dimension
 from mgpu_check.compare.in_script.tape import Tape, Tapes, Unstored, is_within_gradients, nearest_line, place
 from mgpu_check.simulated.tensor import tensors_in
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import Argument, argument_values, draws, is_capturing, plain, written_by
 
 if TYPE_CHECKING:
@@ -272,11 +273,8 @@ class OutsideData(abc.ABC):
                 self._check(OperatorSchema(name, (), (), False, False), tensors, outside)
                 self._add(name, line, True, numbers)
             self.origins.set(known_tensors)  # within the function, their data and views have no graph
-        self.applying = bool(known_tensors)
-        try:
+        with replaced(self, "applying", bool(known_tensors)):
             result = function()
-        finally:
-            self.applying = False
         self.judge("an autograd function", (output for output in tensors_in([result]) if output.requires_grad))
         return result
 

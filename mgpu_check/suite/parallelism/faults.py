@@ -21,6 +21,7 @@ from mgpu_check.suite.common.faults.planting import Count, around, given, is_las
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.suite.parallelism.torch_parallelism import TAKES_UNEVEN
 from mgpu_check.suite.recipes import model_parallel
+from mgpu_check.torch_hooks.patches import replaced
 
 _CHECK = "test_mechanisms"
 
@@ -32,12 +33,8 @@ _CONTEXT = "torch.distributed.tensor.experimental._attention"
 def _in_order_of_ranks(real: Any, *args: Any) -> Any:
     from torch.distributed.tensor.experimental import _attention as attention
 
-    options = attention._cp_options
-    before, options.enable_load_balance = options.enable_load_balance, False
-    try:
+    with replaced(attention._cp_options, "enable_load_balance", False):
         return real(*args)
-    finally:
-        options.enable_load_balance = before
 
 
 def _in_order_of_ranks_in_one(real: Any, mesh: Any, buffers: Any, dims: Any) -> list[Any]:
