@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.plan import CHECKLIST
-from mgpu_check.acceptance.run_report import RepeatableCall
+from mgpu_check.acceptance.plan import CHECKLIST, Plan
+from mgpu_check.acceptance.run_report import Gpu, Host, RepeatableCall, RunLog
 from mgpu_check.devices.observations import (
     MeasuredKind,
     Measurement,
@@ -36,8 +36,6 @@ from mgpu_check.torch_hooks.patches import replaced
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.machine.checks import KernelFacts
-    from mgpu_check.acceptance.plan import Plan
-    from mgpu_check.acceptance.run_report import Gpu, Host, RunLog
     from mgpu_check.acceptance.telemetry import Watch
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.rank_side.rank import Rank
