@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
@@ -71,7 +72,6 @@ register(
 _MODULES, _SCHEDULES = "test_parallelized_modules", "test_pipeline_schedules"
 _MEAN, _SUM = 1, 2
 
-# By name, because these modules take seconds to import.
 _STYLES = "torch.distributed.tensor.parallel"
 _LOSS = "torch.distributed.tensor.parallel.loss"
 _STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
@@ -96,8 +96,6 @@ def columns_out_of_order(layer: nn.Module, *_: Any) -> None:
        by=returned(f"{_STYLES}:SequenceParallel", "_replicate_module_fn"),
        when="SequenceParallel on two ranks or more")  # fmt: skip
 def gradient_of_a_norm_local(_: None, style: Any, name: str, module: nn.Module, mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Replicate
-
     def own(gradient: torch.Tensor) -> torch.Tensor:
         assert isinstance(gradient, DTensor)
         return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)
