@@ -110,11 +110,10 @@ link, host_link = _accused("link", "device", "peer"), _accused("host-link", "dev
 _faults: dict[str, HardwareFault] = {}
 
 
-def hardware_fault(fault: HardwareFault) -> HardwareFault:
+def hardware_fault(fault: HardwareFault) -> None:
     if _faults.get(fault.name, fault) != fault:
         raise ValueError(f"hardware_fault: {fault.name!r} is registered already")
     _faults[fault.name] = fault
-    return fault
 
 
 def all_hardware_faults() -> dict[str, HardwareFault]:

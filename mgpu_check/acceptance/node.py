@@ -277,23 +277,21 @@ class Node:
 
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None, backwards: bool = False
-    ) -> list[Any]:
+    ) -> None:
         """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the results.
 
-        With `backwards` the last GPU of each host is the first of `devices`. Return the results of all hosts, joined. A
-        host that did not return contributes none; its failure is recorded.
+        With `backwards` the last GPU of each host is the first of `devices`. The failure of a host that does not return
+        is recorded.
         """
 
         def measure() -> None:
             self.in_node_process(check, fn, *args, timeout=timeout, backwards=not backwards)
 
-        results = []
         for host, numbers in self.hosts.items():
             gpus = tuple(numbers[::-1] if backwards else numbers)
-            results += self._on_host(RepeatableCall(check, fn, args, gpus, timeout, host=host), measure)
-        return results
+            self._on_host(RepeatableCall(check, fn, args, gpus, timeout, host=host), measure)
 
-    def _on_host(self, repeatable: RepeatableCall, measure: Callable[[], object]) -> list[Any]:
+    def _on_host(self, repeatable: RepeatableCall, measure: Callable[[], object]) -> None:
         host, indices = repeatable.host or 0, [self.gpus[number].index for number in repeatable.gpus]
 
         def call() -> list[Any]:
@@ -307,7 +305,7 @@ class Node:
                 environment=repeatable.environment,
             )
 
-        return self._looked(repeatable, call, measure)
+        self._looked(repeatable, call, measure)
 
     def measurements(self) -> list[Measurement]:
         return list(self._log.measurements())

@@ -269,7 +269,7 @@ def _duplicate(location: str, rank: int, peer: int) -> dist.DistBackendError:
 
 def _register(
     pg: dist.ProcessGroup, store: c10d.Store, backends: dict[str, str], options: NcclOptions | None, device: object
-) -> NcclGroup:
+) -> None:
     group = NcclGroup(pg, store, backends, ProcessGroupNCCL.of(pg, options or NcclOptions()))
     group.backend.counted_elsewhere = "cpu" in backends
     _groups[pg.group_name] = group
@@ -277,7 +277,6 @@ def _register(
     if isinstance(device, torch.device):
         pg.bound_device_id = device
         connect(group, device.index)  # NCCL connects at once if it knows the device
-    return group
 
 
 @around
