@@ -200,7 +200,16 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(names))
     parser.add_argument("--seeds", type=int, default=8, help="cases for each number of ranks")
     arguments = parser.parse_args()
-    options = ["-o", f"pythonpath={HERE} {HERE.parent}", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
+    options = [
+        "-o",
+        f"pythonpath={HERE} {HERE.parent}",
+        "-o",
+        "addopts=",
+        "-o",
+        "filterwarnings=",
+        "-p",
+        "no:cacheprovider",
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-s", "--gpus=4", "--simulate", *options]
     if unknown := {*arguments.steps} - {*names}:
         parser.error(f"STEP: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(names)}")

@@ -200,8 +200,7 @@ class Settings:
 
     def of(self, application: type[T]) -> T:
         """Return the settings of an application: its class of options, see `Application.options`."""
-        options: T = self.applications[application] if application in self.applications else application()
-        return options
+        return self.applications[application] if application in self.applications else application()
 
     def given(self, name: str) -> bool:
         """Return whether the user has set an option, in any place."""

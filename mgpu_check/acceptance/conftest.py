@@ -20,6 +20,7 @@ from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS
 from mgpu_check.devices.observations import Observation
 from mgpu_check.option_values import depth_of
 from mgpu_check.plugin.ranks import Ranks
+from mgpu_check.plugin.report.replay import Invocation
 from mgpu_check.plugin.stash import INVOCATION, SESSION
 from mgpu_check.processes.child_processes import EndOnRequest
 from mgpu_check.processes.rank_lists import grouped
@@ -156,8 +157,6 @@ def _seed(config: pytest.Config) -> int | None:
 
 def _command(config: pytest.Config) -> str:
     """Return the user's command line without the options that select checks."""
-    from mgpu_check.plugin.report.replay import Invocation
-
     invocation = config.stash.get(INVOCATION, None) or Invocation.of(config)
     words = invocation.command_for(APPLICATION)
     if not any(word.startswith(OPTIONS["gpu_level"].flag) for word in words):  # the default of plain pytest is another

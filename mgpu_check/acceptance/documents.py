@@ -97,8 +97,7 @@ class DocumentType(Generic[Content]):
         if problem is None:
             document = {**document, "file": file}
             try:
-                content: Content = convert(document, self.content)
-                return content
+                return convert(document, self.content)
             except msgspec.ValidationError:
                 problem = _misfit(self.content, document, "")
         raise ValueError(f"{file}: {problem}. {self.origin}")

@@ -90,8 +90,7 @@ def made_by(name: str, **arguments: Any) -> Callable[[Parameters], Defect]:
 
     def make(parameters: Parameters) -> Defect:
         module = importlib.import_module("mgpu_check.simulated.defects.implementations")
-        defect: Defect = getattr(module, name)(parameters, **arguments)
-        return defect
+        return getattr(module, name)(parameters, **arguments)
 
     return make
 
@@ -111,11 +110,10 @@ link, host_link = _accused("link", "device", "peer"), _accused("host-link", "dev
 _faults: dict[str, HardwareFault] = {}
 
 
-def hardware_fault(fault: HardwareFault) -> HardwareFault:
+def hardware_fault(fault: HardwareFault) -> None:
     if _faults.get(fault.name, fault) != fault:
         raise ValueError(f"hardware_fault: {fault.name!r} is registered already")
     _faults[fault.name] = fault
-    return fault
 
 
 def all_hardware_faults() -> dict[str, HardwareFault]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.plan import CHECKLIST
-from mgpu_check.acceptance.run_report import RepeatableCall
+from mgpu_check.acceptance.plan import CHECKLIST, Plan
+from mgpu_check.acceptance.run_report import Gpu, Host, RepeatableCall, RunLog
 from mgpu_check.devices.observations import (
     MeasuredKind,
     Measurement,
@@ -32,11 +32,10 @@ from mgpu_check.option_values import Depth, depth_of
 from mgpu_check.processes.child_processes import FROM_OUTSIDE
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.settings import active
+from mgpu_check.torch_hooks.patches import replaced
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.machine.checks import KernelFacts
-    from mgpu_check.acceptance.plan import Plan
-    from mgpu_check.acceptance.run_report import Gpu, Host, RunLog
     from mgpu_check.acceptance.telemetry import Watch
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.rank_side.rank import Rank
@@ -278,23 +277,21 @@ class Node:
 
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None, backwards: bool = False
-    ) -> list[Any]:
+    ) -> None:
         """Call ``fn(devices, *args)`` in one process per host, with all GPUs of the host, and record the results.
 
-        With `backwards` the last GPU of each host is the first of `devices`. Return the results of all hosts, joined. A
-        host that did not return contributes none; its failure is recorded.
+        With `backwards` the last GPU of each host is the first of `devices`. The failure of a host that does not return
+        is recorded.
         """
 
         def measure() -> None:
             self.in_node_process(check, fn, *args, timeout=timeout, backwards=not backwards)
 
-        results = []
         for host, numbers in self.hosts.items():
             gpus = tuple(numbers[::-1] if backwards else numbers)
-            results += self._on_host(RepeatableCall(check, fn, args, gpus, timeout, host=host), measure)
-        return results
+            self._on_host(RepeatableCall(check, fn, args, gpus, timeout, host=host), measure)
 
-    def _on_host(self, repeatable: RepeatableCall, measure: Callable[[], object]) -> list[Any]:
+    def _on_host(self, repeatable: RepeatableCall, measure: Callable[[], object]) -> None:
         host, indices = repeatable.host or 0, [self.gpus[number].index for number in repeatable.gpus]
 
         def call() -> list[Any]:
@@ -308,7 +305,7 @@ class Node:
                 environment=repeatable.environment,
             )
 
-        return self._looked(repeatable, call, measure)
+        self._looked(repeatable, call, measure)
 
     def measurements(self) -> list[Measurement]:
         return list(self._log.measurements())
@@ -350,13 +347,10 @@ class Node:
             has_failed = any(entry.outcome == "failed" for entry in trouble.observations)
             if (has_failed or isinstance(error, StartupFailure | RankHang)) and not self._probing:
                 # An error in a group does not name the GPU at fault, so ask the GPUs one at a time.
-                self._probing = True
                 limit = min(_PROBE * slowdown(), seconds_for_a_call())
-                try:
+                with replaced(self, "_probing", True):
                     for number in self.numbers:
                         self.on_ranks(check, answers, check, gpus=[number], timeout=limit)
-                finally:
-                    self._probing = False
             return []
         alone = repeatable.host is not None
         hosts = [repeatable.host or 0] * len(results) if alone else [self.gpus[number].host for number in gpus]
@@ -369,11 +363,8 @@ class Node:
             self._measuring |= {speed.kind: measure for speed in new if isinstance(speed, Measurement)}
             failed += [entry for entry in new if isinstance(entry, Observation) and entry.outcome == "failed"]
         if failed and not self._controlling:
-            self._controlling = True
-            try:
+            with replaced(self, "_controlling", True):
                 self.on_failed(repeatable, failed)
-            finally:
-                self._controlling = False
         return translated
 
 

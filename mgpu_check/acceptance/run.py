@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
+import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -349,8 +350,6 @@ class Run:
 
 
 def _look() -> _FirstLook:
-    import platform
-
     import torch
 
     software = {"torch": str(torch.__version__), "python": platform.python_version(), "mgpu-check": version()}

@@ -22,9 +22,11 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.version import torch_version
 
 T = TypeVar("T")
@@ -44,14 +46,9 @@ class Hearing(Generic[T]):
         """Whether the channel has a listener."""
         return self._hear is not None
 
-    @contextlib.contextmanager
-    def heard_by(self, hear: Callable[[T], None]) -> Iterator[None]:
+    def heard_by(self, hear: Callable[[T], None]) -> AbstractContextManager[None]:
         """Call `hear` with each fact that is passed to `tell`, for the time of the context."""
-        before, self._hear = self._hear, hear
-        try:
-            yield
-        finally:
-            self._hear = before
+        return replaced(self, "_hear", hear)
 
     def tell(self, entry: T) -> None:
         """Pass a fact to the listener, if there is one."""

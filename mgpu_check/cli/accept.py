@@ -18,6 +18,7 @@ import pytest
 
 import mgpu_check.acceptance
 from mgpu_check.acceptance.application import SUFFIXES
+from mgpu_check.acceptance.faults import all_hardware_faults
 from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.report.files import check_paths, read, write
@@ -144,8 +145,6 @@ def main(argv: Sequence[str]) -> int:
         return WRONG_USAGE
     typed = arguments = in_pytests_words(arguments)
     if "=".join(_LIST) in arguments or _LIST in itertools.pairwise(arguments):
-        from mgpu_check.acceptance.faults import all_hardware_faults
-
         for name, fault in sorted(all_hardware_faults().items()):
             parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())
             print(f"{name}{':' if parameters else ''}{parameters}\n    {fault.summary}")

@@ -335,12 +335,6 @@ def _page(text: str) -> Path:
     return run_options.writable(text)
 
 
-_TAKE_A_WORD = (
-    *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json"),
-    *("--against", "--a", "--b", "--golden", "--space"),
-)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check compare",
@@ -405,7 +399,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     try:
-        own, program = simulate.split_program(argv, _TAKE_A_WORD)
+        own, program = simulate.split_program(argv, parser)
         options = parser.parse_args(own)
         if "--" not in argv and any(is_run(Path(word)) for word in program[:2]):
             options, files = parser.parse_known_args(program, options)  # options may follow the files

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     """Record the script of `argv`, and return the exit code: see ``--help``."""
     parser = _parser()
     try:
-        own, program = simulate.split_program(argv, ("--gpus", "--steps", "--timeout", "--out", "--values"))
+        own, program = simulate.split_program(argv, parser)
         options = parser.parse_args(own)
         command = script_command(program, parser)
         if options.out is None:

@@ -6,6 +6,7 @@ The results are a table of each pair of fault and check, and the verdict.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import zlib
@@ -27,6 +28,7 @@ from mgpu_check.plugin.stash import FAILED, SESSION
 from mgpu_check.processes.heap import importing
 from mgpu_check.settings import activate, active
 from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES, Fault, all_faults
+from mgpu_check.torch_hooks.patches import replaced
 
 CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
 ALONE = "X"  # in the table, in place of `CAUGHT`: caught by this check and by no other
@@ -304,13 +306,9 @@ class Selftest:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         tried = _try_of(item)
         planted = tried is not None and tried.fault is not None
-        style = item.config.option.tbstyle
-        if planted and call.when != "setup":
-            item.config.option.tbstyle = "value"  # quick: the matrix shows no traceback
-        try:
+        quick = replaced(item.config.option, "tbstyle", "value")  # the matrix shows no traceback
+        with quick if planted and call.when != "setup" else contextlib.nullcontext():
             report = yield
-        finally:
-            item.config.option.tbstyle = style
         # Prevent the closing table: this run prints the matrix.
         report.user_properties = [entry for entry in report.user_properties if entry[0] != "mgpu_check.property"]
         if tried is None or tried.fault is None:

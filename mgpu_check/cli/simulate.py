@@ -84,12 +84,12 @@ class _Exported(argparse.Action):
             parser.error(f"{option_string}: {error}")
 
 
-def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_program(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
     """Split `argv` into options of the command and the program with its arguments.
 
-    The program starts after ``--``, or at ``-m`` or the first word that is not an option. The value of an option in
-    `takes_a_word` may be the next word.
+    The program starts after ``--``, or at ``-m`` or the first word that is not an option, nor the value of one.
     """
+    takes_a_word = {flag for action in parser._actions if action.nargs is None for flag in action.option_strings}
     position = 0
     while position < len(argv):
         word = argv[position]
@@ -97,7 +97,7 @@ def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[lis
             return list(argv[:position]), list(argv[position + 1 :])
         if word == "-m" or not word.startswith("-"):
             break
-        position += 2 if word in (*takes_a_word, "--simulate-arithmetic") else 1
+        position += 2 if word in takes_a_word else 1
     return list(argv[:position]), list(argv[position:])
 
 
@@ -137,7 +137,7 @@ def _runs_by_itself(path: Path) -> bool:
 def main(argv: list[str]) -> int:
     """Run the program of ``argv``, and return its exit code (128 + N if signal N ended it); 4 on wrong usage."""
     parser = _parser()
-    own, program = split_program(argv, ("--gpus",))
+    own, program = split_program(argv, parser)
     options = parser.parse_args(own)
     hint = "; name a script, -m and a module, or a program of the PATH such as torchrun or mpiexec"
     command = program_command(program, parser, hint)

@@ -96,8 +96,7 @@ def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:
 
 def of_quantity(step: Step, quantity: Quantity) -> dict[str, TensorSummary | None]:
     """Return the tensors of one quantity in a step, by parameter."""
-    tensors: dict[str, TensorSummary | None] = getattr(step, FIELDS[quantity])
-    return tensors
+    return getattr(step, FIELDS[quantity])
 
 
 @dataclass(frozen=True)

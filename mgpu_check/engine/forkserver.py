@@ -56,10 +56,9 @@ class ForkServer:
         os.set_blocking(self.wake_write, False)
 
     def tell(self, **message: object) -> None:
-        try:
+        # If the parent is gone, the end of its socket ends the loop.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.control.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the parent is gone, and the end of its socket ends the loop
 
     def serve(self) -> bool:
         """Fork on request until the parent ends, and return whether the parent asked for the end."""

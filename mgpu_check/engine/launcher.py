@@ -373,8 +373,7 @@ class LocalLauncher(Launcher):
         if not newline:
             return None
         self._lines = rest
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return json.loads(line)
 
     def _note(self, message: dict[str, Any]) -> None:
         if message["event"] == "exit":

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgpu_check.diagnosis.report import Report
-from mgpu_check.errors import RankFailure, ScalingMismatch
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.gate_arguments import (
     RanksFixture,
     definition_of,
     name_of,
+    naming_unusable,
     noting,
-    raise_unusable,
     world_sizes_of,
 )
 from mgpu_check.gates.run.bits import WAYS, Declaration, examine
-
-if TYPE_CHECKING:
-    from mgpu_check.engine.rank_side.rank import Rank
 
 _GATE = "assert_bitwise"
 
@@ -86,12 +84,8 @@ def assert_bitwise(
     declaration = Declaration(run, batch, ways, dict(others or {}))
     of_one_device = None
     for size in sizes:
-        with noting(f"world size {size}"):
-            try:
-                verdicts = ranks.run(examine, declaration, of_one_device, size=size)
-            except RankFailure as error:
-                raise_unusable(_GATE, error)
-                raise
+        with naming_unusable(_GATE), noting(f"world size {size}"):
+            verdicts = ranks.run(examine, declaration, of_one_device, size=size)
         if not any(verdict.results for verdict in verdicts):
             raise ValueError(f"{_GATE}: run(batch, rank) returned None on all ranks of world size {size}")
         failures = {rank: verdict.failure for rank, verdict in enumerate(verdicts) if verdict.failure is not None}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.diagnosis.report import Report
-from mgpu_check.errors import RankFailure, ScalingMismatch
+from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.comparison.coverage import check_unjudged
-from mgpu_check.gates.gate_arguments import RanksFixture, definition_of, noting, raise_unusable, world_sizes_of
+from mgpu_check.gates.gate_arguments import RanksFixture, definition_of, naming_unusable, noting, world_sizes_of
 from mgpu_check.processes.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -115,12 +115,9 @@ def assert_engines_agree(
 
     engines = Engines(trainer, engine, synchronize, prompts, reasons, bitwise, routing, dtype)
     for size in world_sizes_of(ranks, world_sizes):
-        with Scratch.new("engines") as directory, noting(f"trainer and engine at world size {size}"):
-            try:
-                ranks.run(exercise, engines, directory, size=size)
-            except RankFailure as error:
-                raise_unusable(_GATE, error)
-                raise
+        doing = noting(f"trainer and engine at world size {size}")
+        with Scratch.new("engines") as directory, naming_unusable(_GATE), doing:
+            ranks.run(exercise, engines, directory, size=size)
             verdict = ranks.run(compare_engines, engines, sources, directory, size, size=1)[0]
         if (disagreement := verdict.disagreement) is not None:
             case = {"world size": size}

@@ -172,6 +172,16 @@ def raise_unusable(gate: str, failure: Exception) -> None:
         raise ValueError(f"{gate}: {failure.__cause__}") from None
 
 
+@contextlib.contextmanager
+def naming_unusable(gate: str) -> Iterator[None]:
+    """Let the failure of a rank be a ValueError if the user's functions cannot be used; see `raise_unusable`."""
+    try:
+        yield
+    except RankFailure as failure:
+        raise_unusable(gate, failure)
+        raise
+
+
 @dataclass(frozen=True)
 class Program:
     """The functions and options of the user.

@@ -6,26 +6,24 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import strategies as st
 
 from mgpu_check.diagnosis.report import Report
-from mgpu_check.errors import RankFailure, ScalingMismatch
+from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.comparison.coverage import check_unjudged
 from mgpu_check.gates.gate_arguments import (
     RanksFixture,
     check_count,
     definition_of,
     name_of,
-    raise_unusable,
+    naming_unusable,
     world_sizes_of,
 )
 from mgpu_check.gates.run.bits import Results, difference_of_results
+from mgpu_check.gates.run.survival import Ending, Event, Training, Worker, supervise
 from mgpu_check.gates.search.scenario_search import smallest_failure
-
-if TYPE_CHECKING:
-    from mgpu_check.gates.run.survival import Ending, Event, Training, Worker
 
 _GATE = "assert_survives"
 _EVENTS = {"kill": "killed", "stop": "stopped for a second", "slow": "slow for 20 calls"}
@@ -80,8 +78,6 @@ def assert_survives(
         ScalingMismatch: the training does not recover. The message names the events, and what differs or waits.
         ValueError: an argument is wrong, the training fails without events, or two such runs differ.
     """
-    from mgpu_check.gates.run.survival import Training
-
     if not callable(train):
         raise ValueError(f"{_GATE}: train={train!r:.80} is not a function; give one, as in train(worker)")
     kinds = (events,) if isinstance(events, str) else tuple(events)
@@ -129,8 +125,6 @@ def _of_kills(trials: _Trials, lines: int) -> _Failure | None:
 
     Draws alone would seldom strike a line of few calls, such as the one that saves.
     """
-    from mgpu_check.gates.run.survival import Event
-
     of_line: dict[str, tuple[int, list[int]]] = {}
     for rank, names in trials.calls.items():
         of_line = {line: (rank, numbers) for line, numbers in _by_line(names).items()} | of_line
@@ -152,7 +146,6 @@ def _by_line(names: Sequence[str]) -> dict[str, list[int]]:
 
 def _plans(calls: Mapping[int, Sequence[str]], kinds: Sequence[str]) -> st.SearchStrategy[tuple[Event, ...]]:
     """Return plans of one or two events, which shrink to early ones. All lines that make calls are equally likely."""
-    from mgpu_check.gates.run.survival import Event
 
     def call_of(rank: int) -> st.SearchStrategy[int]:
         of_line = _by_line(calls[rank])
@@ -204,15 +197,9 @@ class _Trials:
         return self._judged[scenario]
 
     def _ended(self, events: tuple[Event, ...]) -> Ending:
-        from mgpu_check.gates.run.survival import supervise
-
         limit = 60.0 + 10 * self._training.timeout
-        try:
-            ending: Ending = self._ranks.run(supervise, self._training, events, size=1, timeout=limit)[0]
-        except RankFailure as error:
-            raise_unusable(_GATE, error)
-            raise
-        return ending
+        with naming_unusable(_GATE):
+            return self._ranks.run(supervise, self._training, events, size=1, timeout=limit)[0]
 
     def _judge(self, events: tuple[Event, ...], ending: Ending) -> _Failure | None:
         self.runs += 1

@@ -74,8 +74,7 @@ def with_long_sequences(recipe: Recipe) -> Recipe:
 
 
 def function_of(place: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = member(module_of(place), place.partition(":")[2])
-    return function
+    return member(module_of(place), place.partition(":")[2])
 
 
 def make_batch(recipe: Recipe, samples: int) -> dict[str, Any]:
@@ -125,8 +124,7 @@ def loss_of(recipe: Recipe, output: Any, batch: Mapping[str, Any]) -> torch.Tens
             raise UnusableModel("the model returns no loss, and the batch has no target; give --loss=module:function")
         first = _first(output)
         loss = F.mse_loss(first, target) if target.is_floating_point() else F.cross_entropy(first, target)
-    mean: torch.Tensor = loss.mean()
-    return mean
+    return loss.mean()
 
 
 def _leaves(output: Any) -> list[torch.Tensor]:

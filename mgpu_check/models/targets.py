@@ -193,8 +193,7 @@ def _timm(module: ModuleType, name: str) -> nn.Module:
     if name not in module.list_models():
         raise UnusableModel(f"timm has no model {name}; timm.list_models() has the names")
     options = {"img_size": IMAGE} if "vit" in name or "deit" in name else {}
-    model: nn.Module = module.create_model(name, pretrained=False, num_classes=8, **options)
-    return model
+    return module.create_model(name, pretrained=False, num_classes=8, **options)
 
 
 _UNET = {
@@ -217,8 +216,7 @@ def _diffusers(module: ModuleType, name: str) -> nn.Module:
             options[key] = tuple(sorted(set(defaults[key])))[:2] * (2 // min(2, len(set(defaults[key]))))
     if "cross_attention_dim" in defaults:
         options["cross_attention_dim"] = 32
-    model: nn.Module = cls(**options)
-    return model
+    return cls(**options)
 
 
 LIBRARIES: dict[str, Callable[[ModuleType, str], nn.Module]] = {

@@ -132,8 +132,7 @@ def adapt(model: nn.Module) -> nn.Module:
     peft = importlib.import_module("peft")
     names = [name for name, module in model.named_modules() if class_of(module) is nn.Linear]
     config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
-    adapted: nn.Module = peft.inject_adapter_in_model(config, model)
-    return adapted
+    return peft.inject_adapter_in_model(config, model)
 
 
 def prepare(model: nn.Module, options: Mapping[str, str]) -> None:

@@ -90,8 +90,7 @@ def divisible_layers(model: nn.Module, size: int) -> list[str]:
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module as it was built, before an option has changed it."""
-    kind: type[nn.Module] = getattr(module, "recomputed_class", type(module))
-    return kind
+    return getattr(module, "recomputed_class", type(module))
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

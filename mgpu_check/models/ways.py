@@ -324,19 +324,14 @@ class Stage(nn.Module):
                 return cut.value
 
 
-@contextlib.contextmanager
-def _passing(block: nn.Module, in_tuple: bool) -> Iterator[None]:
+def _passing(block: nn.Module, in_tuple: bool) -> contextlib.AbstractContextManager[None]:
     """Let a block return its first input."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         value = _first_tensor(args, kwargs)[1]
         return (value,) if in_tuple else value
 
-    block.forward = forward
-    try:
-        yield
-    finally:
-        del block.forward
+    return replaced(block, "forward", forward)
 
 
 def _replacing(value: torch.Tensor) -> Callable[..., Any]:

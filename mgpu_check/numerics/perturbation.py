@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.reduction import unit_roundoff
 from mgpu_check.torch_hooks.patches import entered, temporarily
+from mgpu_check.torch_hooks.tensors import Argument, written_by
 
 _FEW = 4096
 """Elements up to which every element gets its own random sign; larger tensors use a table, since drawing is slow."""
@@ -92,7 +93,7 @@ class Perturbed(TorchDispatchMode):
             self._after_collective(func, args)
         elif func.namespace == "_c10d_functional":
             self._after_collective(func, result)
-        if not self._in_place and writes(func):
+        if not self._in_place and written_by(func):
             return result
         if func.overloadpacket is torch.ops.aten._to_copy:
             dtypes = [value.dtype for value in (result, args[0]) if isinstance(value, torch.Tensor)]
@@ -104,7 +105,7 @@ class Perturbed(TorchDispatchMode):
         if computes:
             results += (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         if written:
-            results += tree_leaves([args[index] for index in written if index < len(args)])
+            results += tree_leaves([args[index] for index, _ in written if index < len(args)])
         for value in results:
             # Perturb only the local part of a DTensor: torch refuses operators that mix plain and distributed tensors.
             tensor = getattr(value, "_local_tensor", value)
@@ -203,22 +204,11 @@ def unfused() -> contextlib.AbstractContextManager[None]:
 
 
 @functools.cache
-def effects(func: Any) -> tuple[bool, tuple[int, ...]]:
-    """Return whether an operator computes its results, and the indices of the arguments that it writes to instead.
+def effects(func: Any) -> tuple[bool, tuple[Argument, ...]]:
+    """Return whether an operator computes its results, and the arguments that it writes to instead.
 
     A result that aliases an argument without writing to it is a view, so the operator computes nothing.
     """
     schema = func._schema
     views = [result for result in schema.returns if result.alias_info is not None and not result.alias_info.is_write]
-    arguments = () if schema.returns else schema.arguments
-    return not views, tuple(index for index, argument in enumerate(arguments) if _written(argument))
-
-
-@functools.cache
-def writes(func: Any) -> bool:
-    """Return whether an operator writes to one of its arguments."""
-    return any(map(_written, func._schema.arguments))
-
-
-def _written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+    return not views, () if schema.returns else written_by(func)

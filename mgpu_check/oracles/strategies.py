@@ -333,8 +333,7 @@ def mostly_all(draw: st.DrawFn, least: int = 1) -> int:
     """Draw world sizes; two of three examples, the first included, use all devices, so that few examples find an error
     of one device."""
     sizes = () if is_only_example() else (all_devices(), world_sizes(least=least))
-    size: int = draw(st.one_of(all_devices(), *sizes))
-    return size
+    return draw(st.one_of(all_devices(), *sizes))
 
 
 @st.composite

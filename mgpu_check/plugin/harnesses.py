@@ -57,18 +57,15 @@ class HarnessRuns:
     def in_place_of(self, harness: Any) -> Iterator[None]:
         """Within the context, `harness` runs a test on forked ranks."""
         self.used, self.output = False, []
-        spawned, patches = _SpawnedRanks(self), Patches()
-        if harness.__name__ == SPAWNED:
-            start, join = harness._start_processes, harness._join_processes
-            patches.set(harness, "_start_processes", lambda test, proc: spawned.start(test, start))
-            patches.set(harness, "_join_processes", lambda test, fn: spawned.join(test, fn, join))
-        else:
-            patches.set(harness, "_spawn_processes", classmethod(lambda cls, size: _KeptRanks(self, cls, int(size))))
-        try:
+        with contextlib.closing(_SpawnedRanks(self)) as spawned, Patches() as patches:
+            if harness.__name__ == SPAWNED:
+                start, join = harness._start_processes, harness._join_processes
+                patches.set(harness, "_start_processes", lambda test, proc: spawned.start(test, start))
+                patches.set(harness, "_join_processes", lambda test, fn: spawned.join(test, fn, join))
+            else:
+                kept = classmethod(lambda cls, size: _KeptRanks(self, cls, int(size)))
+                patches.set(harness, "_spawn_processes", kept)
             yield
-        finally:
-            patches.undo()
-            spawned.close()
 
     def results(self, world: BareWorld, begun: Begun, test: str) -> list[Any]:
         """Wait for the ranks of a test, as long as its harness does unless the user has set a limit. `test`: its id."""

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mgpu_check.applications import applications
+from mgpu_check.applications import applications, used_by_ranks
 from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
 from mgpu_check.option_values import ARITHMETIC_VARIABLE, parse_arithmetic
+from mgpu_check.plugin.device_leases import TooFewDevices
 from mgpu_check.plugin.harnesses import Adapting
 from mgpu_check.plugin.launch import is_launched, over, wrong_launch
 from mgpu_check.plugin.private_names import TestCaseFunction
@@ -32,6 +33,7 @@ from mgpu_check.plugin.requirements import (
 )
 from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
 from mgpu_check.settings import OPTIONS, Settings, activate, all_options, resolve, unknown_variables
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.version import without_torch
 
 if TYPE_CHECKING:
@@ -227,7 +229,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not gpu_session.settings.asked or session.config.option.collectonly:
         return
     from mgpu_check.devices.leases import LeaseError
-    from mgpu_check.plugin.device_leases import TooFewDevices
     from mgpu_check.plugin.report import terminal
 
     if problem := without_torch() or wrong_launch(os.environ):
@@ -301,7 +302,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 item.stash[MISUSE] = misuse  # because a usage error in an xdist worker would look like a crash
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
-        from mgpu_check.applications import used_by_ranks
         from mgpu_check.plugin.execution import record_replacements
         from mgpu_check.plugin.session import started
 
@@ -343,11 +343,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     needs, session = pyfuncitem.stash.get(NEEDS, None), pyfuncitem.config.stash[SESSION]
     if needs is None:
-        session.test.in_body = True
-        try:
+        with replaced(session.test, "in_body", True):
             return (yield)
-        finally:
-            session.test.in_body = False
     from mgpu_check.plugin.execution import running
 
     try:

@@ -321,8 +321,7 @@ class WatchedModule(types.ModuleType):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As for any module: by name, or by value if other processes cannot import it.
-        reduced: tuple[Any, ...] = cloudpickle.Pickler.dispatch_table[types.ModuleType](self)
-        return reduced
+        return cloudpickle.Pickler.dispatch_table[types.ModuleType](self)
 
 
 @contextlib.contextmanager

@@ -43,8 +43,7 @@ class Planting:
 
     def planted(self) -> AbstractContextManager[None]:
         """Import what plants the fault, and return its context; that raises `ValueError` if it knows no such fault."""
-        context: AbstractContextManager[None] = pkgutil.resolve_name(self.function)(self.fault)
-        return context
+        return pkgutil.resolve_name(self.function)(self.fault)
 
 
 @dataclass(frozen=True)

@@ -458,8 +458,7 @@ class RankEnd:
 
     def recv(self) -> object:
         _, length = _header(self._read(_HEADER.size))
-        message: object = pickle.loads(self._read(length))
-        return message
+        return pickle.loads(self._read(length))
 
     def close(self) -> None:
         self._socket.close()

@@ -31,7 +31,7 @@ from mgpu_check.simulated.cuda.runtime import install_native, install_runtime
 from mgpu_check.simulated.distributed.collectives import install_collectives
 from mgpu_check.simulated.distributed.data_parallel import install_parallel, install_reducer
 from mgpu_check.simulated.factories import install_device_type, install_factories, install_typed
-from mgpu_check.simulated.node import SimulatedNode, active_node, enter_node
+from mgpu_check.simulated.node import SimulatedNode, active_node, enter_node, present_node
 from mgpu_check.simulated.operators.arithmetic import Arithmetic
 from mgpu_check.simulated.operators.attention import install_attention
 from mgpu_check.simulated.operators.autograd import install_autocast, install_functions
@@ -222,8 +222,7 @@ def prepare() -> None:
 
 def enter_in_fork(n: int) -> None:
     """Leave the node of the parent in a forked process, where it cannot be used, and enter one of n devices."""
-    node = active_node()
-    assert node is not None
+    node = present_node()
     streams.forget_streams()
     enter_node(_node(n, node.backing))
 

@@ -24,6 +24,7 @@ from mgpu_check.simulated.node import active_node
 from mgpu_check.simulated.operators import arithmetic, kernels
 from mgpu_check.simulated.operators.generators import device_of, drawing, owner_of
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in, type_name
+from mgpu_check.torch_hooks.tensors import argument_values, written_by
 
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overrideable"})
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
@@ -98,7 +99,7 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
             operands.append(operand)
             continue
         if tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # the class has its own dispatch
-            return NotImplemented  # type: ignore[no-any-return]
+            return NotImplemented
         references = sys.getrefcount(operand.tensor)
         if _reference_counts is not None:
             _reference_counts.append(references)
@@ -282,7 +283,6 @@ class _Operator:
     instead: Callable[..., object] | None  # replaces it, and takes the simulated tensors
     name: str  # without its namespace
     computes: bool  # whether it writes values: not a view, not memory without values
-    written: tuple[tuple[int, str], ...]  # arguments that it writes, by position and name
 
 
 @cache
@@ -304,7 +304,6 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         instead=collectives.OPERATORS.get(name),
         name=name.rpartition("::")[2],
         computes=not views and name not in _IDLE and name.rpartition("::")[2] not in storage.EMPTY,
-        written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
 
 
@@ -350,7 +349,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
             storage.refuse_oversized(func, device, args, kwargs)
             raise
     if below is not None and operator.computes:
-        _spoil(below, operator, device, inputs, args, kwargs, out)
+        _spoil(below, operator, device, inputs, list(tensors_in(argument_values(written_by(func), args, kwargs))), out)
     if not operator.fresh:
         return out
     if operator.on_host >= 0 and type(out) is tuple:
@@ -398,11 +397,9 @@ def _spoil(
     operator: _Operator,
     device: torch.device,
     inputs: list[torch.Tensor],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
+    changed: list[torch.Tensor],
     out: object,
 ) -> None:
-    changed = list(tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
     with _no_dispatch(), torch.no_grad():
         written = list(tensors_in(out)) if operator.fresh else []
         below.operated(device, operator.name, inputs, [raw(t) for t in written or changed])

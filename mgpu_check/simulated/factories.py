@@ -35,9 +35,8 @@ class _DeviceMeta(type):
         if isinstance(argument, int) and not isinstance(argument, bool) and len(args) + len(kwargs) == 1:
             if argument < 0:
                 raise RuntimeError(f"Device index must not be negative, got {argument}")
-            device: torch.device = _real("cuda", argument)
-            return device
-        return _real(*args, **kwargs)  # type: ignore[no-any-return]
+            return _real("cuda", argument)
+        return _real(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _real)

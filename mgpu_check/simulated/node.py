@@ -289,8 +289,7 @@ class Block:
 
 def block_of(storage: torch.UntypedStorage) -> Block | None:
     """Return the block of a storage on a simulated device; None for any other storage."""
-    block: Block | None = storage.__dict__.get(BLOCK)
-    return block
+    return storage.__dict__.get(BLOCK)
 
 
 # The C type, kept because `torch.device` itself is replaced while a simulation is active.
@@ -437,12 +436,11 @@ def untraced_device(device: object) -> torch.device | None:
     if isinstance(device, _DEVICE_TYPE):
         return device  # type: ignore[return-value]
     if isinstance(device, str):
-        resolved: torch.device = _DEVICE_TYPE(device)
-        return resolved
+        return _DEVICE_TYPE(device)
     if isinstance(device, int) and not isinstance(device, bool):
         if device < 0:
             raise RuntimeError(f"Device index must not be negative, got {device}")
-        return _DEVICE_TYPE("cuda", device)  # type: ignore[no-any-return]
+        return _DEVICE_TYPE("cuda", device)
     return None
 
 

@@ -240,7 +240,7 @@ def raw(t: torch.Tensor) -> torch.Tensor:
         if t.layout is not _strided:
             return torch.Tensor._make_subclass(_plain, t)
         bare = t.as_subclass(_plain)  # type: ignore[var-annotated]
-        return bare.detach() if bare.requires_grad else bare  # type: ignore[no-any-return]
+        return bare.detach() if bare.requires_grad else bare
 
 
 def is_simulated(t: object) -> bool:
@@ -421,9 +421,8 @@ _base = torch._C.StorageBase
 def _device(self: torch.UntypedStorage) -> torch.device:
     block = self.__dict__.get(BLOCK)
     if block is not None:
-        device: torch.device = block.device
-        return device
-    return _base.device.__get__(self)  # type: ignore[no-any-return, attr-defined]
+        return block.device
+    return _base.device.__get__(self)  # type: ignore[attr-defined]
 
 
 def _copy_on(self: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

@@ -46,7 +46,7 @@ def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tenso
     """
     distributed: Any = t
     local = convert(distributed.to_local())
-    converted: torch.Tensor = type(distributed).from_local(
+    return type(distributed).from_local(
         local,
         distributed.device_mesh,
         distributed.placements,
@@ -54,7 +54,6 @@ def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tenso
         shape=distributed.shape,
         stride=distributed.stride(),
     )
-    return converted
 
 
 def is_wrapper(t: torch.Tensor) -> bool:
@@ -91,8 +90,7 @@ def move_wrapper(
         return t.to(dtype).to(device, non_blocking=non_blocking)  # a pending result has no wrapper then
     if is_distributed(t) and device.type == "cuda":  # `from_local` moves it to the devices of the mesh
         return convert_local(t, lambda local: local.to(device, non_blocking=non_blocking))
-    moved: torch.Tensor = _Moved.apply(t, device, non_blocking)
-    return moved
+    return _Moved.apply(t, device, non_blocking)
 
 
 def _inner(self: Any) -> Any:
@@ -311,8 +309,7 @@ def _data(original: object) -> property:
     """Return the property ``data``, whose setter ``t.data = u`` moves the object ``t`` to the device of ``u``."""
 
     def get(self: torch.Tensor) -> torch.Tensor:
-        data: torch.Tensor = original.__get__(self)  # type: ignore[attr-defined]
-        return data
+        return original.__get__(self)  # type: ignore[attr-defined]
 
     def put(self: torch.Tensor, value: torch.Tensor) -> None:
         simulated = isinstance(self, SimulatedTensor)

@@ -298,6 +298,5 @@ def move(
         return t
     to = _Destination(device, dtype, non_blocking, memory_format, into)
     if torch.is_grad_enabled() and t.requires_grad:
-        out: torch.Tensor = _Move.apply(t, to)
-        return out
+        return _Move.apply(t, to)
     return _transfer(t, to)

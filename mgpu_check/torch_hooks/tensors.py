@@ -1,6 +1,6 @@
 """Tensors of all classes: copies on the CPU, bits, checksums, and values without the methods that users override;
-when hooks must not read values (captures of CUDA graphs, transformations of torch.func), and which operators draw
-random numbers.
+when hooks must not read values (captures of CUDA graphs, transformations of torch.func), which arguments operators
+write, and which operators draw random numbers.
 
 Nothing here uses NumPy, which torch does not need.
 """
@@ -8,9 +8,10 @@ Nothing here uses NumPy, which torch does not need.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -144,8 +145,7 @@ def readable(tensor: Any) -> torch.Tensor | None:
         if wrapped or is_lazy(tensor) or _base.is_meta.__get__(tensor) or _base.is_nested.__get__(tensor):
             return None
         if is_distributed(tensor):
-            distributed: torch.Tensor = _base.detach(tensor)
-            return distributed
+            return _base.detach(tensor)
         if type(tensor).__module__.partition(".")[0] not in PACKAGES:
             with torch._C._DisableTorchDispatch():
                 tensor = torch.Tensor._make_subclass(torch.Tensor, tensor)
@@ -165,6 +165,21 @@ def is_capturing() -> bool:
 def is_transforming() -> bool:
     """Return whether `torch.func` transforms a function, whose tensors are wrapped."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+Argument = tuple[int, str]  # of an operator, by position and name
+
+
+@functools.cache
+def written_by(func: Any) -> tuple[Argument, ...]:
+    """Return the arguments that an operator writes, by its schema."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def argument_values(arguments: Iterable[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the values of these arguments in a call; None for one that is left out."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in arguments]
 
 
 _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")

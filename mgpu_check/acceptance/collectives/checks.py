@@ -166,9 +166,7 @@ def time_collectives(rank: Rank, cases: Sequence[RepeatedCollective], repeats: i
             dtype: torch.dtype = getattr(torch, case.dtype)
             count = len(members)
             inputs = torch.ones(case.elements(count), dtype=dtype, device=rank.device)
-            collective = runner(
-                case.operation, case.reduction, inputs, groups[case.members], count, members.index(rank.index),
-                members[case.root % count],
-            )  # fmt: skip
+            root = members[case.root % count]
+            collective = runner(case.operation, case.reduction, inputs, groups[case.members], count, root)
             timings.append(seconds_of(collective.call, rank.device, repeats, inner=case.iterations))
     return timings

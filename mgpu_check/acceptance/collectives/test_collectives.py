@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.node import drawn
+from mgpu_check.acceptance.node import Node, drawn
 from mgpu_check.settings import active
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 if TYPE_CHECKING:
-    from mgpu_check.acceptance.node import Node
     from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.comparison import Vote, vote
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
-from mgpu_check.engine.rank_side.rank import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction, Rank
 from mgpu_check.oracles.devices.cases import Ballot, ComputeCase
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
-    from mgpu_check.engine.rank_side.rank import Rank
 
 _EXAMINE, _ELEMENTS = (
     NamedFunction(f"mgpu_check.oracles.devices.arithmetic:{name}")

@@ -202,5 +202,4 @@ def _writer(path: Path) -> Callable[[RunReport], str]:
     if path.suffix.lower() not in _WRITERS:
         *suffixes, last = SUFFIXES
         raise ValueError(f"{path} does not end in {', '.join(suffixes)} or {last}; choose one of them")
-    writer: Callable[[RunReport], str] = pkgutil.resolve_name(f"{__package__}.{_WRITERS[path.suffix.lower()]}")
-    return writer
+    return pkgutil.resolve_name(f"{__package__}.{_WRITERS[path.suffix.lower()]}")

@@ -79,8 +79,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 _GRAIN = 10

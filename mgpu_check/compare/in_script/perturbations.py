@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 
 from mgpu_check.numerics.placement import make_distinct
 from mgpu_check.numerics.steps import is_narrow
-from mgpu_check.torch_hooks.patches import Patches, around
+from mgpu_check.torch_hooks.patches import Patches, around, replaced
 from mgpu_check.torch_hooks.tensors import PACKAGES, is_distributed
 
 _ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
@@ -128,17 +128,13 @@ class _MovedApart:
         return any(own is tensor or (own.shape == tensor.shape and own.data_ptr() == address != 0) for own in alive)
 
     def _move(self, tensor: torch.Tensor) -> None:
-        self._within = True
-        try:
-            with torch.no_grad():
-                head = tensor.reshape(-1)[0]
-                if math.isfinite(float(head)) and bool((tensor == head).all()):
-                    # The seed depends on the shape alone: ranks may build fewer tensors than one device, or in another
-                    # order.
-                    seed = zlib.crc32(repr(tuple(tensor.shape)).encode())
-                    make_distinct(tensor, abs(float(head)), torch.Generator("cpu").manual_seed(seed))
-        finally:
-            self._within = False
+        with replaced(self, "_within", True), torch.no_grad():
+            head = tensor.reshape(-1)[0]
+            if math.isfinite(float(head)) and bool((tensor == head).all()):
+                # The seed depends on the shape alone: ranks may build fewer tensors than one device, or in another
+                # order.
+                seed = zlib.crc32(repr(tuple(tensor.shape)).encode())
+                make_distinct(tensor, abs(float(head)), torch.Generator("cpu").manual_seed(seed))
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:

@@ -51,7 +51,7 @@ from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, FunctionForm
 from mgpu_check.torch_hooks.collectives import group_of, option
 from mgpu_check.torch_hooks.nested import leaves, named_modules, named_parameters, tensors_of
-from mgpu_check.torch_hooks.patches import Patches, around
+from mgpu_check.torch_hooks.patches import Patches, around, replaced
 from mgpu_check.torch_hooks.tensors import (
     as_real,
     is_capturing,
@@ -197,8 +197,7 @@ class OutputRecorder:
                 self._known[module], self._count = self._count, self._count + 1
                 name = named[0].removesuffix(_KEY).removesuffix(".")
                 self._writer.write("output", name=name, dtype=name_of(dtype))
-        number: int | None = self._known[module]
-        return number
+        return self._known[module]
 
 
 def _local(output: Any) -> torch.Tensor | None:
@@ -269,11 +268,8 @@ class Flow:
     def _watched(self, form: FunctionForm, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_noted():
             return function(*args, **kwargs)
-        self._within = True
-        try:
+        with replaced(self, "_within", True):
             result = function(*args, **kwargs)
-        finally:
-            self._within = False
         self._guard(self._reduced)(form, result, args, kwargs)
         return result
 

@@ -51,7 +51,7 @@ from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.simulated.tensor import tensors_in
 from mgpu_check.torch_hooks.nested import leaves, named_buffers, named_modules, named_parameters
-from mgpu_check.torch_hooks.patches import Patches, around
+from mgpu_check.torch_hooks.patches import Patches, around, replaced
 from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, is_transforming, plain
 
 if TYPE_CHECKING:
@@ -274,12 +274,8 @@ class Points(abc.ABC):
         """Replace the gradients that the script gives to `torch.autograd.backward` or `grad`."""
         if not self.active() or self._differentiating:
             return original(outputs, *args, **kwargs)
-        self._differentiating = True
-        try:
-            with self._call(original.__name__, args, kwargs):
-                result = original(outputs, *args, **kwargs)
-        finally:
-            self._differentiating = False
+        with replaced(self, "_differentiating", True), self._call(original.__name__, args, kwargs):
+            result = original(outputs, *args, **kwargs)
         self.know(tensors_in([result]))
         return result
 
@@ -290,13 +286,9 @@ class Points(abc.ABC):
         def followed(gradient: torch.Tensor) -> Any:
             if not self.active():
                 return hook(gradient)
-            before, self._differentiating = self._differentiating, False
-            try:
-                with self.outside.origins.known([gradient]):
-                    result = hook(gradient)
-                    self.recorder.guard(self.outside.judge)("a hook", tensors_in([gradient, result]))
-            finally:
-                self._differentiating = before
+            with replaced(self, "_differentiating", False), self.outside.origins.known([gradient]):
+                result = hook(gradient)
+                self.recorder.guard(self.outside.judge)("a hook", tensors_in([gradient, result]))
             return result
 
         return original(tensor, followed)

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgpu_check.compare.in_script.joining import NotJoinedError, SampleRows, sample_dimension
 from mgpu_check.compare.in_script.tape import Tape, Tapes, Unstored, is_within_gradients, nearest_line, place
 from mgpu_check.simulated.tensor import tensors_in
-from mgpu_check.torch_hooks.tensors import draws, is_capturing, plain
+from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.tensors import Argument, argument_values, draws, is_capturing, plain, written_by
 
 if TYPE_CHECKING:
     from mgpu_check.compare.in_script.replay import Points
@@ -55,14 +56,13 @@ class OperatorSchema(NamedTuple):
 
     name: str
     arguments: Sequence[str]  # the names of the arguments
-    written: Sequence[int]  # positions of the arguments that it changes in place
+    written: Sequence[Argument]  # the arguments that it changes in place
     overwrites: bool  # it replaces all of their elements
     constant: bool  # its results depend on sizes alone, if it gets no other numbers
 
     def changed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among the arguments that it changes in place."""
-        values = [args[i] if i < len(args) else kwargs.get(self.arguments[i]) for i in self.written]
-        return list(tensors_in(values))
+        return list(tensors_in(argument_values(self.written, args, kwargs)))
 
     def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the numbers among the arguments that may be data."""
@@ -87,12 +87,8 @@ def schema_of(func: Any) -> OperatorSchema:
     arguments, name = func._schema.arguments, func._schema.name
     # Their schemas do not say what they change: `torch.ops.c10d.allreduce_.default._schema` has no alias in torch 2.13.
     collective = name.startswith("c10d::")
-    written = [
-        i
-        for i, argument in enumerate(arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (collective and argument.name.startswith("output"))
-    ]
+    outputs = [(i, a.name) for i, a in enumerate(arguments) if collective and a.name.startswith("output")]
+    written = list(dict.fromkeys([*written_by(func), *outputs]))
     overwrites = collective or name == "aten::copy_"
     return OperatorSchema(name, tuple(argument.name for argument in arguments), written, overwrites, name in _CONSTANT)
 
@@ -277,11 +273,8 @@ class OutsideData(abc.ABC):
                 self._check(OperatorSchema(name, (), (), False, False), tensors, outside)
                 self._add(name, line, True, numbers)
             self.origins.set(known_tensors)  # within the function, their data and views have no graph
-        self.applying = bool(known_tensors)
-        try:
+        with replaced(self, "applying", bool(known_tensors)):
             result = function()
-        finally:
-            self.applying = False
         self.judge("an autograd function", (output for output in tensors_in([result]) if output.requires_grad))
         return result
 

@@ -166,8 +166,7 @@ def _block_for(flat: torch.Tensor) -> torch.Tensor:
         return flat.new_empty(min(flat.numel(), _BLOCK_OF_DEVICE), dtype=torch.float64)
     if not hasattr(_blocks, "block"):
         _blocks.block = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
-    block: torch.Tensor = _blocks.block
-    return block
+    return _blocks.block
 
 
 def _bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -203,8 +202,7 @@ def digests(tensor: torch.Tensor | None, dimension: int = 0) -> list[int]:
         generator = torch.Generator("cpu").manual_seed(20260101)
         size = 1 << max(count - 1, 1).bit_length()
         _factors[:] = [torch.randint(-(2**62), 2**62, (size,), generator=generator, device="cpu") * 2 + 1]
-    hashes: list[int] = (values * _factors[0][:count]).sum(1).tolist()
-    return hashes
+    return (values * _factors[0][:count]).sum(1).tolist()
 
 
 def inputs_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -84,8 +84,7 @@ def _field(name: str) -> Query:
         (value,) = _fields(nvml, handle, [(getattr(nvml, name), 0)])
         if value is None:
             raise nvml.NVMLError(_NOT_SUPPORTED)
-        number: Value = value
-        return number
+        return value
 
     return query
 
@@ -125,8 +124,7 @@ def _first(*queries: Query) -> Query:
         for candidate in queries[:-1]:
             answer = known(nvml, None, candidate, nvml, handle)
             if answer is not None:
-                value: Value = answer
-                return value
+                return answer
         return queries[-1](nvml, handle)
 
     return query
@@ -358,12 +356,10 @@ class NvmlSource:
         handle = self._gpus[gpu]
         peer = peer_of(field)
         if peer is None:
-            value: Value = self._asked(lambda: QUERIES[field](self._nvml, handle))
-            return value
+            return self._asked(lambda: QUERIES[field](self._nvml, handle))
         if peer not in self._gpus:
             raise Unsupported("the peer is not known")
-        of_pair: Value = self._asked(lambda: pair_query(self._nvml, field, handle, self._gpus[peer]))
-        return of_pair
+        return self._asked(lambda: pair_query(self._nvml, field, handle, self._gpus[peer]))
 
     def events(self, seconds: float) -> Sequence[XidEvent]:
         nvml = self._nvml

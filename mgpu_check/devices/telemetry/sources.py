@@ -227,8 +227,7 @@ class SimulatedSource:
         if override.error is not None:
             raise QueryError(override.error, 999)
         if not override.grows:
-            value: Value = override.value
-            return value
+            return override.value
         with self._lock:
             step = self._asked.get(index, self._steps)
             self._asked[index] = step + 1

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import EpochSamples, Evidence, Loader
-from mgpu_check.diagnosis.observations import CallEvent, Other, RankTrace, Result
+from mgpu_check.diagnosis.observations import CallEvent, Labels, Other, RankTrace, Result
 from mgpu_check.diagnosis.report import Finding, on_epoch, on_evidence, on_loader, on_tensors
 from mgpu_check.diagnosis.rules import says
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observations import Labels
     from mgpu_check.diagnosis.tensors import Tensors
 
 

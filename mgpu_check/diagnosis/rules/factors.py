@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observations import is_held
+from mgpu_check.diagnosis.observations import Division, Left, RankTrace, Result, is_held
 from mgpu_check.diagnosis.report import Finding, on_evidence, on_tensors
 from mgpu_check.diagnosis.rules import says
 from mgpu_check.processes.rank_lists import few
@@ -19,7 +19,6 @@ from mgpu_check.processes.rank_lists import few
 if TYPE_CHECKING:
     import torch
 
-    from mgpu_check.diagnosis.observations import Division, Left, RankTrace, Result
     from mgpu_check.diagnosis.tensors import Tensors
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.divergence import module_of_partial_gradients
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observations import CallEvent, Change, Result, is_clipped, norms_of
+from mgpu_check.diagnosis.observations import CallEvent, Change, Division, Result, is_clipped, norms_of
 from mgpu_check.diagnosis.report import Finding, on_evidence, on_experiments, on_tensors
 from mgpu_check.diagnosis.rules import on_change, says
 from mgpu_check.processes.rank_lists import few, named
@@ -21,7 +21,6 @@ from mgpu_check.processes.rank_lists import few, named
 if TYPE_CHECKING:
     import torch
 
-    from mgpu_check.diagnosis.observations import Change, Division, Result
     from mgpu_check.diagnosis.tensors import Tensors
 
 

@@ -21,13 +21,15 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
 from mgpu_check.processes.child_processes import file_of_names
+from mgpu_check.torch_hooks.patches import replaced
 
 _REFUSED = (
     "a debugger has no terminal here: this runs in another process than pytest. Print, and see the output of each "
@@ -36,16 +38,10 @@ _REFUSED = (
 )
 
 
-@contextlib.contextmanager
-def without_debugger() -> Iterator[None]:
+def without_debugger() -> AbstractContextManager[None]:
     """Make ``breakpoint()`` raise an error, unless PYTHONBREAKPOINT names a debugger."""
-    hook = sys.breakpointhook
-    if not os.environ.get("PYTHONBREAKPOINT"):
-        sys.breakpointhook = _refuse
-    try:
-        yield
-    finally:
-        sys.breakpointhook = hook
+    has_debugger = os.environ.get("PYTHONBREAKPOINT")
+    return contextlib.nullcontext() if has_debugger else replaced(sys, "breakpointhook", _refuse)
 
 
 def _refuse(*args: object, **kwargs: object) -> None:

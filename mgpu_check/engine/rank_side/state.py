@@ -388,10 +388,8 @@ class FreshState:
                 os.unsetenv(name)
             for name, value in self.environment_of_c.items():
                 os.putenv(name, value)
-        try:
+        with contextlib.suppress(OSError):  # if the directory is gone, a test that needs it fails with its own error
             os.chdir(self.directory)
-        except OSError:
-            pass  # the directory is gone, and a test that needs it fails with its own error
 
     def left_behind(self) -> tuple[str, ...]:
         """Describe the changes that cannot be undone in a living process."""

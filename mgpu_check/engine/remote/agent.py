@@ -158,10 +158,8 @@ class JoinedRun:
     def note_end(self, code: int | None) -> None:
         """Note in the store, for late agents, how the run ended; `code` is None if the driver ended without one."""
         if self._launched.rank == 0 and self._driver is not None:
-            try:
+            with contextlib.suppress(RuntimeError):  # if the launcher has closed its store
                 self._meeting.end(self._driver, code)
-            except RuntimeError:
-                pass  # the launcher has closed its store
 
 
 NO_DRIVER = 70  # exit code of an agent whose driver is missing, or ended without a result

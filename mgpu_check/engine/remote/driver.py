@@ -114,8 +114,7 @@ class RemoteProcess(Process):
         return parse(base64.b64decode(self._ask("record_bytes")))
 
     def replaced_by(self) -> str | None:
-        command: str | None = self._ask("replaced_by", default=None)
-        return command
+        return self._ask("replaced_by", default=None)
 
     def runnable(self) -> bool:
         return bool(self._ask("runnable", default=False))

@@ -13,6 +13,7 @@ code in torchrun's error file, and exits at once with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -169,10 +170,8 @@ def leave(code: int, launched: LaunchedProcess, environment: Mapping[str, str]) 
         return
     text = f"mgpu-check: pytest has ended with exit code {code}; its report is in the output of rank 0"
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), _KEY: code}
-    try:
+    with contextlib.suppress(OSError):  # torchrun then reports the exit code only
         Path(name).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-    except OSError:
-        pass  # torchrun then reports the exit code only
 
 
 def of_earlier_attempt(environment: Mapping[str, str]) -> int | None:

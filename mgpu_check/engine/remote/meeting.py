@@ -241,5 +241,4 @@ class Meeting:
 def _told(key: Key, name: str, message: str, proof: bytes) -> dict[str, Any]:
     if not key.proves(proof, name.encode(), message.encode()):
         raise WrongKey("was announced with another key")
-    content: dict[str, Any] = json.loads(message)  # safe: an owner of the key made it
-    return content
+    return json.loads(message)  # safe: an owner of the key made it

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 from mgpu_check.diagnosis.divergence import Parting, WrongModule
-from mgpu_check.diagnosis.observations import PARITY, Result
+from mgpu_check.diagnosis.observations import PARITY, Expected, Relations, Result
 from mgpu_check.diagnosis.report import Finding, Observable, Report
 from mgpu_check.engine.failures import Account
 from mgpu_check.errors import RankHang
 from mgpu_check.processes.rank_lists import few, grouped, named
-
-if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observations import Expected, Relations
 
 
 @dataclass(frozen=True)

@@ -541,8 +541,7 @@ def _wrap(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
 
 
 def _code(function: Any) -> types.CodeType:
-    code: types.CodeType = inspect.unwrap(function).__code__
-    return code
+    return inspect.unwrap(function).__code__
 
 
 Read = Callable[[Mapping[str, Any], _EventRecorder], dict[str, Any]]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu_check.torch_hooks.patches import entered, replaced
-from mgpu_check.torch_hooks.tensors import FLOAT8, draws, local_part, name_of, plain
+from mgpu_check.torch_hooks.tensors import FLOAT8, draws, local_part, name_of, plain, written_by
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}
@@ -66,10 +66,8 @@ class DrawsOfFloat32(TorchDispatchMode):
             return func(*args, **kwargs)
         narrow_args, narrow_kwargs = tree_map(_narrow, (args, kwargs))
         result = func(*narrow_args, **narrow_kwargs)
-        own = {}
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write and position < len(args):
-                own[id(narrow_args[position])] = args[position].copy_(narrow_args[position])
+        positions = [position for position, _ in written_by(func) if position < len(args)]
+        own = {id(narrow_args[i]): args[i].copy_(narrow_args[i]) for i in positions}
         return tree_map(lambda leaf: own.get(id(leaf), leaf.double() if _is_float32(leaf) else leaf), result)
 
 

@@ -281,8 +281,7 @@ def kept(directory: Path, rank: Rank) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     # An entry may be of a user's subclass of int or str. By default, loading refuses classes that are not on its list
     # (torch/serialization.py, load, torch 2.13).
-    state: dict[str, Any] = torch.load(file, weights_only=False)
-    return state
+    return torch.load(file, weights_only=False)
 
 
 def load(directory: Path, index: int) -> dict[StateEntry, Any]:
@@ -404,7 +403,7 @@ Parts = list[torch.Tensor]  # an entry of the state on each rank, in rank order
 
 
 def same_training(
-    directory: Path, ranks: int, other_directory: Path, other_ranks: int, tolerance: float | None, rank: Rank
+    directory: Path, ranks: int, other_directory: Path, other_ranks: int, tolerance: float | None
 ) -> tuple[str | None, bool]:
     """Compare the floating-point entries of two states, each kept by its own number of ranks.
 
@@ -426,9 +425,7 @@ def same_training(
     return few(sorted(differing), _SHOWN) if differing else None, agreeing
 
 
-def resharded(
-    saved: Path, ranks_saved: int, reference: Path, ranks_loaded: int, loaded: Path, rank: Rank
-) -> dict[StateEntry, str]:
+def resharded(saved: Path, ranks_saved: int, reference: Path, ranks_loaded: int, loaded: Path) -> dict[StateEntry, str]:
     """Return the entries whose parts, as `saved`, are in wrong places right after loading, with descriptions."""
     of_saved, of_right = _parts_of_ranks(saved, ranks_saved), _parts_of_ranks(reference, ranks_loaded)
     of_loaded = _parts_of_ranks(loaded, ranks_loaded)

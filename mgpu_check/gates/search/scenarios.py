@@ -8,19 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import is_count
 from mgpu_check.numerics.placement import Coordinates
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.switches import seed_everything
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 Mesh = tuple[tuple[str, int], ...]  # axes in order, the outermost first, with their sizes
 
@@ -93,8 +90,6 @@ def size_of(mesh: Sequence[tuple[str, int]]) -> int:
 
 def mesh_of(rank: Rank, mesh: Mesh) -> DeviceMesh:
     """Make the mesh on this rank; every axis has size 1 if the rank is alone in its world."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     shape = tuple(1 if rank.size == 1 else size for _, size in mesh)
     return init_device_mesh(rank.device.type, shape, mesh_dim_names=tuple(axis for axis, _ in mesh))
 

@@ -475,8 +475,7 @@ class Trials:
         return self._expectations.of(scenario, deep, effort)
 
     def trace_alone(self, scenario: Scenario) -> RankTrace:
-        trace: RankTrace = self.ranks.run(run_traced_alone, self.program, scenario, size=1)[0]
-        return trace
+        return self.ranks.run(run_traced_alone, self.program, scenario, size=1)[0]
 
     def finish(self, places: Sequence[tuple[int, Mesh]], unjudged: Mapping[str, str]) -> None:
         """Check that each world size or mesh was compared, and every trained parameter."""

@@ -43,8 +43,7 @@ Tensors = Sequence[torch.Tensor]
 
 def collective_named(name: str, *, older: bool = False) -> Callable[..., Any]:
     """Return a collective under the name that this version of torch does not deprecate, or under the older name."""
-    function: Callable[..., Any] = (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
-    return function
+    return (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
 
 
 def coalescing(group: Any, device: torch.device, *, asynchronous: bool) -> Any:
@@ -101,7 +100,6 @@ def runner(
     contribution: torch.Tensor,
     group: dist.ProcessGroup | None,
     count: int,
-    position: int,
     root: int,
 ) -> Runner:
     """Prepare a collective, a name in `TRANSFERS`, with new memory for its result.
@@ -411,9 +409,7 @@ class _Examination:
             result.tensor, result.pieces = torch.empty_like(window), [(sender, start)]
             self.exchange(window, result.tensor, (self.position + step) % self.count, sender)
             return result
-        collective = runner(
-            case.operation, case.reduction, window, self.group, self.count, self.position, self.members[root]
-        )
+        collective = runner(case.operation, case.reduction, window, self.group, self.count, self.members[root])
         collective.call()
         result.tensor = collective.output
         assert case.transfer is not None
@@ -557,7 +553,7 @@ def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, p
     terms = terms_of(rank.size, dtype, seed)
     mine = terms[rank.index].to(rank.device if placement == "device" else "cpu", copy=True)
     contribution = mine.repeat(rank.size) if TRANSFERS[transfer].divides else mine
-    collective = runner(transfer, "sum", contribution, None, rank.size, rank.index, rank.size - 1)
+    collective = runner(transfer, "sum", contribution, None, rank.size, rank.size - 1)
     collective.call()
     if collective.output is None:
         return

@@ -570,12 +570,11 @@ def _waited(module: nn.Module) -> nn.Module:
     return module
 
 
-def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
+def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that a module keeps all its tensors and modes when it moves between devices and the host.
 
     Parameters, frozen parameters, gradients and buffers must arrive bit for bit, including buffers that are not in the
     state dict. Tied parameters must stay tied. Sequences that are packed on the host must unpack elsewhere in order.
-    Return the number of moves.
     """
     errors: list[WrongCase] = []
     ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
@@ -591,10 +590,9 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
         errors += [
             WrongCase(named, f"{name} from {source} to {target}", text) for name, text in messages.items() if text
         ]
-    moves = len(ways) * (len(_MOVES | _TWINS) + 1)
     if errors:
+        moves = len(ways) * (len(_MOVES | _TWINS) + 1)
         raise named_wrong(errors, devices, moves, "the source")
-    return moves
 
 
 def _disordered(source: torch.device, target: torch.device, seed: int) -> str | None:

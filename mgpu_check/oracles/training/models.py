@@ -75,8 +75,7 @@ class _Residual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.activation(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        result: torch.Tensor = self.activation(y + (self.conv3(x) if self.conv3 is not None else x))
-        return result
+        return self.activation(y + (self.conv3(x) if self.conv3 is not None else x))
 
 
 def resnet18(classes: int = 10, width: int = 64, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -117,7 +116,7 @@ class TutorialModel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return scores, (n, output_size), for inputs (n, input_size)."""
         self.seen.append(x)
-        return self.fc(x)  # type: ignore[no-any-return]
+        return self.fc(x)
 
 
 def inputs_seen(batch: torch.Tensor, devices: Sequence[torch.device]) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -90,8 +90,7 @@ def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
     """Within the context, do not synchronize the gradients of a DDP module; do nothing for other modules."""
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
-    context: AbstractContextManager[None] = model.no_sync()
-    return context
+    return model.no_sync()
 
 
 def shardwise_step(

@@ -19,6 +19,7 @@ from mgpu_check.plugin import device_leases
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import OPTIONS
+from mgpu_check.version import torch_version, version
 
 # Characters that start emphasis, links, HTML, cells, formulas, mentions, or references to issues.
 _MARKUP = str.maketrans({character: f"&#{ord(character)};" for character in "\\`*_[]<>&|~#$@"})
@@ -87,8 +88,6 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
         if settings.simulate:
             lines += ["", "**SIMULATED**: this run tests code, and says nothing about hardware."]
     else:
-        from mgpu_check.version import torch_version, version
-
         lines = [
             text(f"mgpu-check {version()}; torch {torch_version()}; no GPUs were requested"),
             "",

@@ -11,7 +11,16 @@ from collections.abc import Callable
 import torch
 
 from mgpu_check.simulated.cuda.streams import clock
-from mgpu_check.simulated.node import BLOCK, Block, DeviceMemory, Pool, active_node, current_index, invalid_ordinal
+from mgpu_check.simulated.node import (
+    BLOCK,
+    Block,
+    DeviceMemory,
+    Pool,
+    active_node,
+    current_index,
+    invalid_ordinal,
+    present_node,
+)
 
 _PINNED = "_mgpu_check_pinned"
 _lock = threading.RLock()
@@ -292,8 +301,7 @@ class _Raw:
         self.held: dict[int, torch.UntypedStorage] = {}
 
     def allocate(self, size: int, stream: object = None) -> int:
-        node = active_node()
-        assert node is not None
+        node = present_node()
         memory = device_memory()
         memory.require(size)
         storage = torch.UntypedStorage(max(size, 1), device=node.backing)

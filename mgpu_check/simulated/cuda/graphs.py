@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,6 +30,7 @@ from mgpu_check.simulated.node import BLOCK, cuda_error, refused
 from mgpu_check.simulated.operators.generators import Draws
 from mgpu_check.simulated.tensor import EMPTY, SimulatedTensor, bytes_of, mapped, never_written, raw, tag, tensors_in
 from mgpu_check.torch_hooks.patches import Patches, replaced
+from mgpu_check.torch_hooks.tensors import Argument, argument_values, written_by
 
 # Operators whose schemas do not declare all written arguments: the running statistics.
 _WRITES_UNDECLARED = frozenset(
@@ -95,18 +96,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _effects_of(func: Any) -> tuple[list[tuple[int, str]], bool]:
-    """Return the arguments that an operator writes, by position and name, and whether it makes new tensors."""
+def _effects_of(func: Any) -> tuple[Sequence[Argument], bool]:
+    """Return the arguments that an operator writes, and whether it makes new tensors."""
     schema = func._schema
     name = schema.name.rpartition("::")[2]
     if name in _OF_THE_HOST:
         return [], False
     undeclared = func.namespace == "c10d" or name in _WRITES_UNDECLARED
-    written = [
-        (i, a.name)
-        for i, a in enumerate(schema.arguments)
-        if undeclared or (a.alias_info is not None and a.alias_info.is_write)
-    ]
+    written = [(i, a.name) for i, a in enumerate(schema.arguments)] if undeclared else written_by(func)
     makes = func.namespace != "c10d" and any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
     return written, makes
 
@@ -157,8 +154,7 @@ class GraphRecorder(TorchDispatchMode):
         )
         if device is not None and not is_capturing(device.index):
             return func(*args, **kwargs)
-        targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in arguments]
-        written = list(tensors_in(targets))
+        written = list(tensors_in(argument_values(arguments, args, kwargs)))
         if device is not None:
             self._there.update((_storage(t), device) for t in written)
         substitute = self._tagged if device is not None else _bare

@@ -270,13 +270,10 @@ class TransferCall:
 
 def _on_gloo(call: TransferCall, method: str, pg: dist.ProcessGroup, *args: Any) -> dist.Work:
     """Start an operation of gloo, under NCCL's name in the profiler."""
-    work: dist.Work
     if not call.nccl or not hasattr(_c10d, "_set_comm_profiling_name"):
-        work = _gloo[method](pg, *args)
-        return work
+        return _gloo[method](pg, *args)
     with temporarily(_c10d._set_comm_profiling_name, f"nccl:{call.title}", _c10d._get_comm_profiling_name()):
-        work = _gloo[method](pg, *args)
-        return work
+        return _gloo[method](pg, *args)
 
 
 def _movable(t: torch.Tensor) -> torch.Tensor:

@@ -144,8 +144,7 @@ class ProcessGroupNCCL:
         self.options._timeout = timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        number: int = 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-        return number
+        return 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
     def _is_initialized(self) -> bool:
         return bool(self.used)
@@ -270,7 +269,7 @@ def _duplicate(location: str, rank: int, peer: int) -> dist.DistBackendError:
 
 def _register(
     pg: dist.ProcessGroup, store: c10d.Store, backends: dict[str, str], options: NcclOptions | None, device: object
-) -> NcclGroup:
+) -> None:
     group = NcclGroup(pg, store, backends, ProcessGroupNCCL.of(pg, options or NcclOptions()))
     group.backend.counted_elsewhere = "cpu" in backends
     _groups[pg.group_name] = group
@@ -278,7 +277,6 @@ def _register(
     if isinstance(device, torch.device):
         pg.bound_device_id = device
         connect(group, device.index)  # NCCL connects at once if it knows the device
-    return group
 
 
 @around
@@ -402,8 +400,7 @@ def _device_types(original: property) -> property:
     def types(self: dist.ProcessGroup) -> list[torch.device]:
         nccl_group = nccl_of(self)
         if nccl_group is None:
-            listed: list[torch.device] = original.__get__(self)
-            return listed
+            return original.__get__(self)
         return [torch.device(name) for name in nccl_group.backends]
 
     return property(types)

@@ -25,7 +25,7 @@ from torch import Tensor
 from mgpu_check.option_values import ArithmeticSettings
 from mgpu_check.simulated.operators.generators import drawn_permutation
 from mgpu_check.simulated.tensor import CHANNELS_LAST, SimulatedTensor, is_channels_last, mapped, raw, tensors_in
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, argument_values, written_by
 
 Kernel = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -104,12 +104,7 @@ def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Arguments
     """Return the tensors whose values a call has computed: its results, or else the arguments that it wrote."""
     if out is not None and not func._schema.is_mutable:
         return list(out) if isinstance(out, (list, tuple)) else [out]
-    targets = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            targets += list(tensors_in(value))
-    return targets
+    return list(tensors_in(argument_values(written_by(func), args, kwargs)))
 
 
 _left_alone: set[str] = set()
@@ -394,8 +389,7 @@ def _convolution_backward(name: str, a: Arguments) -> Values:
     axis, rest = 1 if a["transposed"] else 0, _geometry(a)
 
     def backward(i: int, gradient: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        result: Tensor = _aten.convolution_backward(gradient, x, w, None, *rest, [i == 0, i == 1, False])[i]
-        return result
+        return _aten.convolution_backward(gradient, x, w, None, *rest, [i == 0, i == 1, False])[i]
 
     of_x = of_w = None
     if mask[0]:
@@ -421,8 +415,7 @@ def _index_add(name: str, a: Arguments) -> Values:
     if not x.is_floating_point() or index.dim() != 1 or index.numel() < 2 or not source.dim():
         return None
     order = _order(index.numel(), x, varies=present.varies)
-    result: Tensor = _aten.index_add(x, d, index[order], source.index_select(d, order), alpha=a["alpha"])
-    return result
+    return _aten.index_add(x, d, index[order], source.index_select(d, order), alpha=a["alpha"])
 
 
 def _scatter_add(name: str, a: Arguments) -> Values:
@@ -430,8 +423,7 @@ def _scatter_add(name: str, a: Arguments) -> Values:
     if not x.is_floating_point() or not index.dim() or index.size(d) < 2 or source.size(d) < index.size(d):
         return None
     order = _order(index.size(d), x, varies=present.varies)
-    result: Tensor = _aten.scatter_add(x, d, index.index_select(d, order), source.index_select(d, order))
-    return result
+    return _aten.scatter_add(x, d, index.index_select(d, order), source.index_select(d, order))
 
 
 def _embedding_backward(name: str, a: Arguments) -> Values:
@@ -441,8 +433,7 @@ def _embedding_backward(name: str, a: Arguments) -> Values:
     order = _order(index.numel(), index)
     gradient = _accumulated(a["grad_output"]).reshape(-1, a["grad_output"].size(-1))[order]
     rest = (a[key] for key in ("num_weights", "padding_idx", "scale_grad_by_freq"))
-    result: Tensor = _aten.embedding_dense_backward(gradient, index[order], *rest)
-    return result
+    return _aten.embedding_dense_backward(gradient, index[order], *rest)
 
 
 def _index_put(name: str, a: Arguments) -> Values:
@@ -457,8 +448,7 @@ def _index_put(name: str, a: Arguments) -> Values:
         return None
     order = _order(count, x)
     spread = a["values"].expand(*places[0].shape, *inner).reshape(count, *inner)
-    result: Tensor = _aten.index_put(x, [p.reshape(-1)[order] for p in places], spread[order], True)
-    return result
+    return _aten.index_put(x, [p.reshape(-1)[order] for p in places], spread[order], True)
 
 
 def _by_chance(func: torch._ops.OpOverload, kernel: Kernel) -> Kernel:

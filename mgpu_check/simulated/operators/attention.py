@@ -616,10 +616,9 @@ def _attention(original: Function) -> Function:
         operands = [t for t in (query, key, value, attn_mask) if t is not None]
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if has_torch_function(operands):
-            handled: Tensor = handle_torch_function(
+            return handle_torch_function(
                 attention, operands, query, key, value, attn_mask, dropout_p, is_causal, **options
             )
-            return handled
         if not query.device == key.device == value.device:
             raise RuntimeError(
                 "Expected query, key, and value to have the same device type, but got query.device: "
@@ -701,19 +700,17 @@ def _efficient(operands: Tensors, mask: Optional, dropout: float, causal: bool, 
             added = F.pad(added, (0, -columns % _MASK_ROWS))[..., :columns]
         elif any(added.stride(i) % _MASK_ROWS for i in range(3)):
             added = added.contiguous()
-    out: Tensor = _aten._scaled_dot_product_efficient_attention(
+    return _aten._scaled_dot_product_efficient_attention(
         *operands, added, _needs_logsumexp(operands), dropout, causal, scale=scale
     )[0]
-    return out
 
 
 def _cudnn(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None) -> Tensor:
     # cuDNN has no infinity: the least number of the dtype hides a key.
     added = _added(mask, operands[0].dtype, torch.finfo(operands[0].dtype).min)
-    out: Tensor = _aten._scaled_dot_product_cudnn_attention(
+    return _aten._scaled_dot_product_cudnn_attention(
         *operands, added, _needs_logsumexp(operands), dropout, causal, False, scale=scale
     )[0]
-    return out
 
 
 def _math(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None, gqa: bool) -> Tensor:
@@ -722,10 +719,9 @@ def _math(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale
         # C++ would make the mask on the backing device; see `kernels`.
         mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         causal = False
-    computed: Tensor = _aten._scaled_dot_product_attention_math(
+    return _aten._scaled_dot_product_attention_math(
         query, key, value, _added(mask, query.dtype), dropout, causal, None, scale=scale, enable_gqa=gqa
     )[0]
-    return computed
 
 
 _FUSED = {

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.simulated.cuda.streams import is_capturing
-from mgpu_check.simulated.node import active_node, current_index, device_index, simulated_device, untraced_device
+from mgpu_check.simulated.node import (
+    active_node,
+    current_index,
+    device_index,
+    present_node,
+    simulated_device,
+    untraced_device,
+)
 from mgpu_check.torch_hooks.patches import Patches, entered, replaced
 
 _base = torch._C.Generator
@@ -256,9 +263,7 @@ def ambient_generator(backing: torch.device) -> torch.Generator:
 
 
 def _generator(device: object = None) -> torch.Generator:
-    node = active_node()
-    if node is None:
-        raise RuntimeError("the simulated node is not active")
+    node = present_node()
     resolved = untraced_device(device)
     if resolved is None:
         node.initialize()

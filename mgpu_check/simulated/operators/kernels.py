@@ -117,8 +117,7 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
         raise RuntimeError(
             f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} Long tensor"
         )
-    packed: tuple[Tensor, Tensor] = torch.ops.aten._pack_padded_sequence(x, lengths, batch_first)
-    return packed
+    return torch.ops.aten._pack_padded_sequence(x, lengths, batch_first)
 
 
 def _fused_sdp_choice(
@@ -142,16 +141,14 @@ def cudnn_convolution(
     x: Tensor, weight: Tensor, padding: Sizes, stride: Sizes, dilation: Sizes, groups: int, *_: bool
 ) -> Tensor:
     none = [0] * len(padding)
-    out: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, none, groups)
-    return out
+    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, none, groups)
 
 
 def cudnn_convolution_transpose(
     x: Tensor, weight: Tensor, padding: Sizes, output_padding: Sizes, stride: Sizes, dilation: Sizes, *rest: Any
 ) -> Tensor:
     groups = rest[0]
-    out: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
-    return out
+    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
 
 
 def _on_cpu(name: str, kernel: Callable[..., object]) -> Callable[..., object]:

@@ -36,8 +36,7 @@ def numbers_of(position: int, size: int, seed: int, dtype: torch.dtype, rows: in
     count = rows * size * _COLUMNS * size
     span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
     values = (torch.arange(count) * 7 + position * 3 + seed) % span
-    matrix: torch.Tensor = values.view(rows * size, -1).to(dtype)
-    return matrix
+    return values.view(rows * size, -1).to(dtype)
 
 
 @dataclass(frozen=True)

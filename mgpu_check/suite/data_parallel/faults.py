@@ -22,6 +22,7 @@ from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, keeping, returned, upper_bits
 from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
+from mgpu_check.torch_hooks.patches import replaced
 
 MANY = 1 << 16
 
@@ -159,12 +160,9 @@ def wrong_replica_named(real: Any, self: Dp, *arguments: Any) -> Any:
         return real(self, *arguments)
     except Exception:
         # Repeat the call with the replicas rotated by one, so that the number of the replica is wrong.
-        before = self.device_ids
-        turned, self.device_ids = [[*argument[1:], argument[0]] for argument in arguments], [*before[1:], before[0]]
-        try:
+        turned = [[*argument[1:], argument[0]] for argument in arguments]
+        with replaced(self, "device_ids", [*self.device_ids[1:], self.device_ids[0]]):
             return real(self, *turned)
-        finally:
-            self.device_ids = before
 
 
 @exceptions("exceptions of the last replica are lost, and its input is its output", _APPLY, "the last replica")

@@ -25,6 +25,7 @@ from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
 from mgpu_check.oracles.generated_data import ALL, anything, digest
 from mgpu_check.suite.devices.seeded_ranks import DrawnBy
+from mgpu_check.torch_hooks.patches import temporarily
 from mgpu_check.torch_hooks.tensors import indices_of, name_of
 
 
@@ -46,8 +47,7 @@ def _loaded(location: str) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(_saved(), buffer)
     buffer.seek(0)
-    loaded: torch.Tensor = torch.load(buffer, map_location=location)
-    return loaded
+    return torch.load(buffer, map_location=location)
 
 
 def _worked_out(device: str) -> torch.Tensor:
@@ -85,13 +85,9 @@ _TOLD: dict[str, Callable[[], Any]] = {
 }
 
 
-@contextlib.contextmanager
-def current_device_kept() -> Iterator[None]:
+def current_device_kept() -> AbstractContextManager[int]:
     before = torch.cuda.current_device()
-    try:
-        yield
-    finally:
-        torch.cuda.set_device(before)
+    return temporarily(torch.cuda.set_device, before, before)
 
 
 def assert_cuda_follows(devices: Sequence[torch.device]) -> None:

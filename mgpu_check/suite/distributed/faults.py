@@ -255,11 +255,8 @@ def unsaved_buffers_not_sent(result: None, self: DDP) -> None:
 @buffers("BatchNorm with momentum=None uses momentum 0.1 on the last rank", around(_BatchNorm, "forward"),
     _WHOLE_AVERAGE & LAST_RANK)  # fmt: skip
 def average_by_tenths(real: Any, self: Any, x: torch.Tensor) -> Any:
-    self.momentum = 0.1
-    try:
+    with replaced(self, "momentum", 0.1):
         return real(self, x)
-    finally:
-        self.momentum = None
 
 
 @fault("a rank adds the previous step's gradient for parameters that it did not use", "test_unused_parameters",

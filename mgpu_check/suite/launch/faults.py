@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -79,14 +80,12 @@ spawned = _launched("test_script_that_spawns_its_ranks")
 def local_rank_of_the_first() -> Iterator[None]:
     """Two ranks would share a GPU."""
     rank = current_rank()
-    before = os.environ.get("LOCAL_RANK", "")
+    changed = {}
     if rank is not None and rank.index == rank.size - 1 and rank.size >= min(3, torch.cuda.device_count()):
         # A single rank is the first itself.
-        os.environ["LOCAL_RANK"] = "0" if rank.index else "1"
-    try:
+        changed = {"LOCAL_RANK": "0" if rank.index else "1"}
+    with mock.patch.dict(os.environ, changed):
         yield
-    finally:
-        os.environ["LOCAL_RANK"] = before
 
 
 @torchrun("torchrun's agent sets LOCAL_WORLD_SIZE one too high", given(_AGENT, "_wrap"), "as many ranks as GPUs")

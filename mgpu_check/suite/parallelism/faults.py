@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
@@ -21,6 +22,7 @@ from mgpu_check.suite.common.faults.planting import Count, around, given, is_las
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.suite.parallelism.torch_parallelism import TAKES_UNEVEN
 from mgpu_check.suite.recipes import model_parallel
+from mgpu_check.torch_hooks.patches import replaced
 
 _CHECK = "test_mechanisms"
 
@@ -32,12 +34,8 @@ _CONTEXT = "torch.distributed.tensor.experimental._attention"
 def _in_order_of_ranks(real: Any, *args: Any) -> Any:
     from torch.distributed.tensor.experimental import _attention as attention
 
-    options = attention._cp_options
-    before, options.enable_load_balance = options.enable_load_balance, False
-    try:
+    with replaced(attention._cp_options, "enable_load_balance", False):
         return real(*args)
-    finally:
-        options.enable_load_balance = before
 
 
 def _in_order_of_ranks_in_one(real: Any, mesh: Any, buffers: Any, dims: Any) -> list[Any]:
@@ -74,7 +72,6 @@ register(
 _MODULES, _SCHEDULES = "test_parallelized_modules", "test_pipeline_schedules"
 _MEAN, _SUM = 1, 2
 
-# By name, because these modules take seconds to import.
 _STYLES = "torch.distributed.tensor.parallel"
 _LOSS = "torch.distributed.tensor.parallel.loss"
 _STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
@@ -99,8 +96,6 @@ def columns_out_of_order(layer: nn.Module, *_: Any) -> None:
        by=returned(f"{_STYLES}:SequenceParallel", "_replicate_module_fn"),
        when="SequenceParallel on two ranks or more")  # fmt: skip
 def gradient_of_a_norm_local(_: None, style: Any, name: str, module: nn.Module, mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Replicate
-
     def own(gradient: torch.Tensor) -> torch.Tensor:
         assert isinstance(gradient, DTensor)
         return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)

@@ -1,9 +1,8 @@
 """Compare torch's tensor parallelism and pipelining with one device, bit for bit, on exact data.
 
 Styles of `torch.distributed.tensor.parallel` are checked for sequences, for inputs and outputs, and for losses, too.
-Schedules of `torch.distributed.pipelining` run one after the other, and with each pair of values of their options. Both
-packages take seconds to import, so functions import them. `assert_mechanisms_agree` runs the mechanisms at the end,
-and compares what each rank has with one device.
+Schedules of `torch.distributed.pipelining` run one after the other, and with each pair of values of their options.
+`assert_mechanisms_agree` runs the mechanisms at the end, and compares what each rank has with one device.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 from torch.nn import functional as F
 
 from mgpu_check.asserts.findings import Findings, on_any_rank, run_all
@@ -67,17 +67,14 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
     The hidden width must be a multiple of the world size. Runs with replicated inputs, and with inputs and outputs
     divided along the batch, whose size must then be a multiple too. Divided outputs are DTensors, and then local.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cuda", (rank.size,))
     expected, tolerance = _with_divided_bias(training, rank.size)
     with Findings() as findings:
         for divided, local in ((False, True), (True, False), (True, True)):
             layout = Shard(0) if divided else Replicate()
-            by_rows = RowwiseParallel(output_layouts=layout, use_local_output=local)
-            plan = {"0": ColwiseParallel(input_layouts=layout), "2": by_rows}
-            model = parallelize_module(training.model().to(rank.device), mesh, plan)
+            by_rows = parallel.RowwiseParallel(output_layouts=layout, use_local_output=local)
+            plan = {"0": parallel.ColwiseParallel(input_layouts=layout), "2": by_rows}
+            model = parallel.parallelize_module(training.model().to(rank.device), mesh, plan)
             optimizer = sgd(training, model)
             got: dict[str, torch.Tensor] = {}
             with full_precision():
@@ -105,9 +102,6 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
     The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows
     twice. Only one rank has the right values, and the others get theirs from it.
     """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cuda", (rank.size,))
     rows = columns = 3 * rank.size - 1
     values = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
@@ -117,12 +111,12 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
     expected = {"outputs": values[tokens], "gradient": torch.zeros_like(values).index_add(0, tokens, factors)}
     with Findings() as findings:
         for how, style, source in (
-            ("rows", RowwiseParallel(input_layouts=Replicate(), use_local_output=False), rank.size - 1),
-            ("columns", ColwiseParallel(output_layouts=Replicate(), use_local_output=False), 0),
+            ("rows", parallel.RowwiseParallel(input_layouts=Replicate(), use_local_output=False), rank.size - 1),
+            ("columns", parallel.ColwiseParallel(output_layouts=Replicate(), use_local_output=False), 0),
         ):
             initial = values if rank.index == source else -values
             layer = nn.Embedding.from_pretrained(initial.clone(), freeze=False).to(rank.device)
-            divided = parallelize_module(layer, mesh, style, src_data_rank=source)
+            divided = parallel.parallelize_module(layer, mesh, style, src_data_rank=source)
             outputs = divided(tokens.to(rank.device)).full_tensor()
             weighted(outputs, factors.to(rank.device)).backward()
             got = {"outputs": copied(outputs), "gradient": gathered(divided, 1)["step 1: gradient of weight"]}
@@ -191,8 +185,6 @@ def assert_schedule_agrees(
         options: other options of the schedule; `args_chunk_spec` is for the rank with the first stage. If
             `kwargs_chunk_spec` divides columns, the keyword argument has the rows of the batch in its columns.
     """
-    from torch.distributed import pipelining
-
     count = rank.size * stages_of_a_rank
     modules = dict(enumerate(_stages(training, stages_of_a_rank)))
     numbers_here = (rank.index, count - 1 - rank.index) if in_vee else range(rank.index, count, rank.size)
@@ -283,8 +275,7 @@ class _Stage(nn.Sequential):
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage has one more argument
         self.rows.append(rows.reshape(-1))
-        outputs: torch.Tensor = super().forward(x)
-        return outputs
+        return super().forward(x)
 
 
 _FEATURES = 4
@@ -327,15 +318,12 @@ def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
     A LayerNorm gets and returns this rank's part along the second dimension. An RMSNorm gets a replicated DTensor, to
     be divided along the first dimension.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-
     mesh = init_device_mesh("cuda", (rank.size,))
     inputs, factors = (_numbers(2 * rank.size, 2 * rank.size, _FEATURES, seed=seed + i) for i in (0, 1))
     with Findings() as findings:
         for norm_type, dim in (("LayerNorm", 1), ("RMSNorm", 0)):
-            style = SequenceParallel(sequence_dim=dim, use_local_output=dim == 1)
-            norm = parallelize_module(_norm(norm_type).to(rank.device), mesh, style)
+            style = parallel.SequenceParallel(sequence_dim=dim, use_local_output=dim == 1)
+            norm = parallel.parallelize_module(_norm(norm_type).to(rank.device), mesh, style)
             if dim == 1:
                 x = inputs.chunk(rank.size, dim)[rank.index].to(rank.device).requires_grad_()
             else:
@@ -380,8 +368,6 @@ def _of_norms(expected: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[s
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -439,8 +425,6 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
 def _prepared(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
     """Return modules that gather `x`, given by rows, and divide `y`, given whole, by columns; outputs are moved back.
     With `local`, modules and callers get the parts of this rank, else DTensors."""
-    from torch.distributed.tensor import Replicate, Shard, parallel
-
     whole, rows, columns = Replicate(), Shard(0), Shard(1)
     inputs: dict[str, Any] = {"input_layouts": (rows, None), "desired_input_layouts": (whole, None)}
     inputs |= {"input_kwarg_layouts": {"y": whole}, "desired_input_kwarg_layouts": {"y": columns}}
@@ -466,9 +450,6 @@ _LOSSES: tuple[dict[str, Any], ...] = (
 def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     """Assert that `cross_entropy` within `loss_parallel` gives the loss and gradients of one device. A collective.
     The logits are divided among ranks by classes. Afterwards log_softmax accepts logits on all ranks again."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import loss_parallel
-
     mesh = init_device_mesh("cuda", (rank.size,))
     rows, classes = 6, 3 * rank.size
     logits = _numbers(rows, classes, seed=seed) / 2
@@ -499,7 +480,7 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
             weighted(expected, factors[: expected.numel()].view_as(expected).double()).backward()
             expected_results = {"loss": expected.detach(), "gradient of logits": gradient_or_zeros(single)}
             divided = distribute_tensor(logits.to(rank.device), mesh, [Shard(1)]).requires_grad_()
-            with loss_parallel():
+            with parallel.loss_parallel():
                 loss = loss_of(divided, options)
                 assert isinstance(loss, DTensor)
                 full_tensor = loss.full_tensor()
@@ -656,8 +637,7 @@ def _portions(results: Mapping[str, torch.Tensor], places: Mapping[str, tuple[in
 
 
 def step_of(case: MechanismCase, ranks: int) -> DividedStep:
-    step: DividedStep = pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].class_name}")(case, ranks)
-    return step
+    return pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].class_name}")(case, ranks)
 
 
 def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, float]:

@@ -58,8 +58,7 @@ def _operators() -> Any:
 
 def _group() -> str:
     assert dist.group.WORLD is not None
-    name: str = dist.group.WORLD.group_name
-    return name
+    return dist.group.WORLD.group_name
 
 
 def _gathered_product(rows: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,8 +67,7 @@ def _gathered_product(rows: torch.Tensor, factor: torch.Tensor) -> tuple[torch.T
 
 
 def _scattered_product(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    product: torch.Tensor = _operators().fused_matmul_reduce_scatter(rows.contiguous(), factor, "sum", 0, _group())
-    return product
+    return _operators().fused_matmul_reduce_scatter(rows.contiguous(), factor, "sum", 0, _group())
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -100,9 +98,9 @@ class _ScatteredLinear(torch.autograd.Function):
 
 def gathered_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Apply this rank's rows of a weight, (own, features), to the rows of all ranks: (rows, features) -> (all, own)."""
-    return _GatheredLinear.apply(x, weight)  # type: ignore[no-any-return]
+    return _GatheredLinear.apply(x, weight)
 
 
 def scattered_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Apply this rank's columns of a weight, (features, own), and add up the ranks: (all, own) -> (rows, features)."""
-    return _ScatteredLinear.apply(x, weight)  # type: ignore[no-any-return]
+    return _ScatteredLinear.apply(x, weight)

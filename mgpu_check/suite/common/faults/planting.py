@@ -28,7 +28,7 @@ from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.simulated.defects.implementations import Unit
 from mgpu_check.simulated.hardware import Defect, Hardware, planted
 from mgpu_check.suite.common.faults.registry import Planter, When
-from mgpu_check.torch_hooks.patches import Patches, replaced
+from mgpu_check.torch_hooks.patches import Patches, entered, replaced
 from mgpu_check.torch_hooks.tensors import name_of
 
 
@@ -111,26 +111,17 @@ def around(owner: Any, *function_names: str) -> Planter:
 
             return call
 
-        patches = Patches()
-        try:
+        with Patches() as patches:
             for name in function_names:
                 patches.wrap(pkgutil.resolve_name(owner) if isinstance(owner, str) else owner, name, changed)
             yield
-        finally:
-            patches.undo()
 
     return plant
 
 
 def both(outer: Planter, inner: Planter) -> Planter:
     """Plant a function in two places."""
-
-    @contextlib.contextmanager
-    def plant(change: Callable[..., Any]) -> Iterator[None]:
-        with outer(change), inner(change):
-            yield
-
-    return plant
+    return lambda change: entered(outer(change), inner(change))
 
 
 def given(owner: Any, *function_names: str) -> Planter:
@@ -176,12 +167,11 @@ def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-@contextlib.contextmanager
 def wrapped(
     after: Callable[[DistributedDataParallel], None] = lambda model: None,
     before: Callable[[nn.Module], None] = lambda module: None,
     **forced: Any,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Build DDP with other arguments, and change the module before and the wrapper after."""
     real = DistributedDataParallel.__init__
 
@@ -191,14 +181,12 @@ def wrapped(
         real(self, module, *args, **(kwargs | forced))
         after(self)
 
-    with replaced(DistributedDataParallel, "__init__", init):
-        yield
+    return replaced(DistributedDataParallel, "__init__", init)
 
 
-@contextlib.contextmanager
 def communicated(
     change: Change, selects: Callable[[DistributedDataParallel], bool] = lambda model: True
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Make DDP communicate a copy of each bucket changed by `change`, for the models that `selects` accepts.
 
     `change` may also change the copy in place and return None.
@@ -224,8 +212,7 @@ def communicated(
         communicate.__annotations__.clear()
         model.register_comm_hook(None, communicate)
 
-    with wrapped(register):
-        yield
+    return wrapped(register)
 
 
 def communicating(condition: When | None = None) -> Planter:
