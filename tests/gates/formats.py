@@ -150,6 +150,7 @@ class Sharded(Training):
 
     def __call__(self, model: nn.Module, samples: tuple[torch.Tensor, torch.Tensor], rank: Rank) -> None:
         self.optimizer.zero_grad()
+        assert isinstance(model, nn.Sequential) and isinstance(model[0], nn.Linear)
         first, rest = model[0], model[1:]
         x, y = (leaf.to(rank.device) for leaf in samples)
         part = first.weight.chunk(rank.size)[rank.index].detach()

@@ -51,10 +51,10 @@ def test_a_scale_of_earlier_steps_is_one_on_all_ranks(ranks):
 
 
 def built() -> nn.Module:
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+    first = nn.Linear(16, 32)
     with torch.no_grad():
-        model[0].weight[:8] *= 4  # with the scale of one rank, the others' weights are a quarter of it
-    return model
+        first.weight[:8] *= 4  # with the scale of one rank, the others' weights are a quarter of it
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(32, 8))
 
 
 def scales(ranks, step, **options):
