@@ -73,14 +73,6 @@ def test_a_wrong_call_is_exit_code_4(command: Command) -> None:
     assert "no check was selected; checks are inventory, memory," in text and "Traceback" not in text
 
 
-def test_a_call_that_lacks_a_value_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in (
-        (["--simulate"], "--simulate needs the number of GPUs, such as --gpus=4 --simulate"),
-        ([*NODE[1:], "--baseline", "-x"], "--baseline needs a value, such as --baseline=h100.json"),
-    ):
-        assert accept.main(arguments) == 4 and words in capsys.readouterr().err
-
-
 def test_workers_of_xdist_are_refused() -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: {"dist": "load", "numprocesses": 2}[name])
     with pytest.raises(pytest.UsageError, match="uses all GPUs at once, and runs in one process: leave out -n 2"):

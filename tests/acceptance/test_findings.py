@@ -136,14 +136,6 @@ def test_a_wrong_policy_is_refused_with_what_is_valid(tmp_path: Path, text: str,
     assert told in str(caught.value)
 
 
-def test_a_policy_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.toml cannot be read: No such file or directory. Give a TOML file"):
-        read_policy(tmp_path / "none.toml")
-    (tmp_path / "a.toml").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is not TOML"):
-        read_policy(tmp_path / "a.toml")
-
-
 @pytest.mark.slow
 def test_a_policy_decides_on_the_verdict_of_a_run(command: Callable[..., str], tmp_path: Path) -> None:
     policy = tmp_path / "site.toml"

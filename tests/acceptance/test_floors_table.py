@@ -62,15 +62,3 @@ def test_our_own_table_is_clean_and_each_source_and_reason_is_used():
 def test_mistakes_in_a_table_are_found(change, text):
     found = table(**change)
     assert [line for line in found if text in line], found
-
-
-def test_what_is_listed_twice_or_without_floors_is_found():
-    sku = copy.deepcopy(PACKAGED["NVIDIA H200"])
-    twice = {**sku, "floors": [*sku["floors"], sku["floors"][0]]}
-    found = lint_floors(references.FLOORS_FORM.decoded({**OWN, "skus": [twice, sku]}, "t.json"))
-    assert found == [
-        "NVIDIA H200: the model is listed 2 times",
-        "NVIDIA H200: memory bandwidth of a gpu is listed 2 times",
-    ]
-    none = lint_floors(references.FLOORS_FORM.decoded({**OWN, "skus": [{**sku, "floors": []}]}, "t.json"))
-    assert none == ["NVIDIA H200: the model has no floors"]

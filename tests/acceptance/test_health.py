@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.health.checks import allowed_growth, examine_growth, examine_health, examine_troubles
+from mgpu_check.acceptance.health.checks import examine_growth, examine_health, examine_troubles
 from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
 from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.acceptance.verdict import explain
@@ -246,10 +246,3 @@ def test_troubles_are_held_against_whom_they_are_about() -> None:
     entries = examine_troubles([trouble for trouble, _ in said])
     assert [(str(entry.subject), entry.outcome) for entry in entries] == [outcome for _, outcome in said]
     assert entries[-1].seen == "Xid 31337" and "catalog" in entries[-1].evidence["advice"]
-
-
-def test_replays_are_allowed_as_the_bit_error_rate_of_pcie_has_them() -> None:
-    gen5 = {"pcie_generation": 5, "pcie_width": 16}
-    gen1 = {"pcie_generation": 1, "pcie_width": 1}
-    assert allowed_growth("pcie_replays", 3600.0, gen5) == pytest.approx(1843 + 6 * 43, abs=3)
-    assert allowed_growth("pcie_replays", 1.0, gen1) < 2

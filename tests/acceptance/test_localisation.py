@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run import Run
-from mgpu_check.acceptance.run_report import Gpu, RepeatableCall, RunLog, Section
+from mgpu_check.acceptance.run_report import Gpu, RepeatableCall, RunLog
 from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS, Look, control, explain, found_about, look_again
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
@@ -193,21 +193,6 @@ def test_all_that_a_second_look_finds_is_said(count: int, wrong: Rule, level: st
     _, (look,), _ = looked(count, wrong, level=level)
     place = len(seen) if level == "quick" else 0
     assert list(look.seen) == [*seen[:place], OVER_ALL_PATHS, *seen[place:]]
-
-
-def test_a_second_look_names_its_case_and_has_a_time_of_its_own() -> None:
-    _, (look,), pool = looked(2, lambda gpus, _: True)
-    assert look.check == "collectives" and "collective" in look.case != look.check
-    section = pool.log.sections[-1]
-    assert (section.check, section.test) == ("collectives", f"second look at {look.case}")
-    assert section.ended is not None and section.ended >= section.started
-
-
-def test_the_time_of_a_check_is_that_of_its_tests() -> None:
-    log = RunLog()
-    log.sections += [Section("memory", "one", 5.0, ended=7.0), Section("links", "other", 7.0, ended=10.0)]
-    log.sections.append(Section("memory", "another", 10.0, ended=14.0))
-    assert log.times("memory") == (5.0, 6.0)
 
 
 def test_what_fails_now_and_then_is_repeated() -> None:

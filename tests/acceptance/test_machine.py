@@ -20,17 +20,14 @@ from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.machine import test_machine
 from mgpu_check.acceptance.machine.checks import (
     _GROWTH_LIMITS,
-    CHUNK,
     Component,
     SimulatedHost,
-    WordPattern,
     _vote,
     environment,
     examine_kernel,
     examine_memory,
     examine_paths,
     log_of_nccl,
-    of_host,
     paths_in,
     paths_of_rank,
     read_kernel,
@@ -40,7 +37,7 @@ from mgpu_check.acceptance.machine.checks import (
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.run_report import Host, RunLog
-from mgpu_check.devices.observations import Observation, Subject, Work
+from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.processes.machine import boot_id
 from mgpu_check.simulated import simulated_node
 from tests.acceptance import run_reports
@@ -121,15 +118,6 @@ def test_copies_that_come_back_wrong_are_seen():
     (seen,) = [one for one in found if one.outcome == "failed"]
     assert re.fullmatch(r"\d+ of 131072 words came back wrong while host memory was under load", seen.seen)
     assert (seen.subject, identify(seen).id) == (Subject("download", (1,)), "MGPU-HOST-LINK-DATA")
-
-
-@pytest.mark.parametrize("turn", range(4))
-def test_a_word_of_the_pattern_is_its_index_times_an_odd_number(turn):
-    chunk = torch.empty(5, dtype=torch.int64)
-    WordPattern(turn).write(3 * CHUNK, chunk)
-    right = [((3 * CHUNK + n) * -7046029254386353131 + turn // 2) % 2**64 for n in range(5)]
-    right = [~word % 2**64 for word in right] if turn % 2 else right
-    assert [word % 2**64 for word in chunk.tolist()] == right
 
 
 # --- what the kernel says ---
@@ -316,22 +304,6 @@ def test_a_slower_path_than_there_is_rejects_the_host() -> None:
     assert identify(found[1]).id == "MGPU-TRANSPORT"
     bare = [replace(gpu, facts={}) for gpu in gpus]
     assert not wrong(examine_paths(told, bare, {}))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "level", "why"),
-    [
-        ((0,), "standard", "one GPU has no path to another"),
-        ((0, 1), "quick", "at quick, there is no time to start NCCL again"),
-    ],
-)
-def test_paths_that_were_not_tried_are_said(numbers, level, why):
-    recorded: list[Observation] = []
-    node: Any = SimpleNamespace(simulated=False, numbers=numbers, depth=level, hosts={0: [0], 1: [1]})
-    node.record = recorded.extend
-    test_machine.test_the_fabric_is_used(node)
-    skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
-    assert recorded == [skipped, skipped.on((), 1)]
 
 
 def test_paths_are_asked_of_the_ranks_with_the_fabric_of_the_host(healthy):

@@ -128,17 +128,6 @@ def test_a_gpu_that_moved_to_another_host_is_named():
     assert "at the same time: compare the labels" in both.verdict.unknown[0]
 
 
-def test_names_have_hosts():
-    both = run_reports.two_hosts()
-    names: dict[Part | Subject, str] = {
-        Part("link", (1, 5)): "link GPU 1 -> GPU 5 (cuda:1 of node-a -> cuda:1 of node-b)",
-        Part("link", (4, 6)): "link GPU 4 -> GPU 6 (cuda:0 -> cuda:2 of node-b)",
-        Part("host", (1,)): "host node-b",
-        Subject("group", (0, 4)): "group of GPUs 0, 4 (of node-a, node-b)",
-    }
-    assert {part: summary.name_of(both, part) for part in names} == names
-
-
 def test_rivals_and_shared_evidence_keep_their_gpu():
     bad = run_reports.bad()
     rivals = tuple(tuple(Part("gpu", (number,)) for number in pair) for pair in ((0, 2), (1, 3)))

@@ -15,7 +15,6 @@ from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.performance.checks import judge
 from mgpu_check.acceptance.performance.test_performance import test_gpus_and_links_are_fast_enough as check
 from mgpu_check.acceptance.plan import Plan
-from mgpu_check.acceptance.report.page import heat_maps, others
 from mgpu_check.acceptance.report.summary import lines, slowness
 from mgpu_check.acceptance.run_report import RunLog
 from mgpu_check.acceptance.verdict import explain
@@ -99,14 +98,6 @@ def test_a_gpu_or_a_pair_that_is_slow_in_collectives_of_pairs_is_found(count):
         named = set(explain([judged(o, {}) for o in found], [0] * count).parts)
         assert named == ({Part("gpu", (1,))} if len(wrong) > 1 else {Part("link", (0, 2)), Part("link", (2, 0))})
     assert not failed(judge(in_pairs(count, lambda p: 1.0), gpus(count), floors=NONE))
-
-
-def test_pairs_in_collectives_have_a_matrix():
-    pairs = replace(report("a", 1.0), measurements=tuple(in_pairs(4, lambda p: 0.5 if p == (0, 2) else 1.0)))
-    (matrix,) = [one for one in heat_maps(pairs) if "pair" in one.heading]
-    assert matrix.heading == "All_reduce of a pair, 64 MiB, in GB/s"
-    assert matrix.grid.values[0][2] == matrix.grid.values[2][0] == 5e10 and matrix.grid.values[1][1] is None
-    assert others(pairs) == []
 
 
 # --- noise ---

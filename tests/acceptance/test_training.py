@@ -14,7 +14,6 @@ from mgpu_check.acceptance.training.checks import (
     Departure,
     Divided,
     departures,
-    elements_that_differ,
     judge,
     train_alike,
 )
@@ -80,11 +79,6 @@ def test_a_training_that_changes_nothing_is_no_pass():
     still = said((1, 2, 3), (4, 2, 3))
     found, _ = judge({0: still, 1: still}, lambda gpu, step, name: None)
     assert [one.outcome for one in found] == ["failed", "failed"]
-
-
-def test_bytes_are_compared_where_elements_cannot_be():
-    assert elements_that_differ(b"abc", b"abd", 4) == {"elements": 1, "of": 3, "at": [2], "bits": ["0x07"]}
-    assert elements_that_differ(b"abcd", b"ab", 2)["elements"] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

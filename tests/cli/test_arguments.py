@@ -122,11 +122,3 @@ def test_what_a_parser_does_not_know_is_exit_code_4(words: tuple[str, ...], capf
     assert main([*words, "--no-such-option"]) == 4
     assert main([*words, "-h"]) == 0
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_the_list_of_defects_is_printed_for_both_spellings(capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
-    for form in (("--plant=list",), ("--plant", "list")):
-        assert main(["accept", *form]) == 0
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1] and "copy-zeros" in told[0]

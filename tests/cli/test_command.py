@@ -12,9 +12,6 @@ import pytest
 from mgpu_check.cli import accept, selftest, suite
 from mgpu_check.cli.selftest import ALONE, CAUGHT, PASSED, PropertyMatrix, Selftest
 from mgpu_check.oracles.strategies import examples
-from mgpu_check.plugin.report.terminal import Progress
-from mgpu_check.plugin.session import GpuSession
-from mgpu_check.plugin.stash import SESSION
 from mgpu_check.settings import activate, active, resolve
 from mgpu_check.suite.common.faults.registry import all_faults
 from tests.plugin.conftest import wait_for
@@ -149,13 +146,6 @@ def test_devices_says_what_there_is(command, monkeypatch):
     assert "no GPU is visible" in text
 
 
-@pytest.mark.slow  # beside `test_selftest_of_one_check_by_seeds_asks_for_its_own_faults_only`
-def test_selftest_of_all_pairs_of_one_property_proves_each_check(command):
-    text = command("selftest", "--all-pairs", "test_mismatch.py")
-    assert "selftest: " in text
-    assert "every fault is caught, every check catches one" in text
-
-
 @pytest.mark.slow
 def test_selftest_of_one_check_by_seeds_asks_for_its_own_faults_only(command):
     text = command("selftest", "--seeds=3", "test_mismatch.py::test_gpu_scalars_are_no_numbers")
@@ -178,14 +168,6 @@ def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_g
 def test_selftest_refuses_a_number_of_seeds_that_is_none(capsys, seeds):
     assert selftest.main([seeds]) == 4
     assert "give the number of seeds, such as --seeds=20" in capsys.readouterr().err
-
-
-def test_the_share_that_selftest_takes_does_not_depend_on_other_faults():
-    faults = all_faults()
-    chosen = Selftest(faults, quick=True).chosen
-    assert len(faults) / 16 < len(chosen) < len(faults) / 6
-    some = dict(list(faults.items())[::2])
-    assert Selftest(some, quick=True).chosen == chosen & some.keys()
 
 
 @pytest.mark.parametrize(
@@ -333,34 +315,6 @@ def test_accept_and_selftest_find_what_is_rare_unless_they_are_told_otherwise(mo
     module.main(["--gpus=2", "--simulate"])
     levels = [[word for word in words if word.startswith("--gpu-level")] for words in ran]
     assert levels == [["--gpu-level=standard"], ["--gpu-level=quick"], []]
-
-
-def test_a_log_has_a_line_about_a_check_that_takes_long():
-    """A terminal has a line that lives: a log has what stays."""
-    now, lines = [0.0], []
-    terminal = SimpleNamespace(isatty=False, line=lambda text, **_: lines.append(text), flush=lambda: None)
-    terminal.config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None))
-    session = GpuSession(resolve({"gpus": "1", "simulate": "cpu"}, {}, {}))
-    manager = SimpleNamespace(get_plugin=lambda name: terminal)
-    progress = Progress(clock=lambda: now[0])
-    config: Any = SimpleNamespace(pluginmanager=manager, stash={SESSION: session}, get_verbosity=lambda: 0)
-    config.invocation_params = SimpleNamespace(args=[])
-    progress.pytest_configure(config)
-    progress.pytest_runtest_logstart("test_slow.py::test_slow")
-    seen = []
-    for seconds in (29, 1, 29, 2):
-        now[0] += seconds
-        session.count_example()
-        seen.append(len(lines))
-    assert seen == [0, 1, 1, 2]
-    progress._done, progress._total = 1, 4
-    now[0] += 30
-    session.count_example()
-    assert lines == [
-        "[0/0] 30 s, 2 examples: test_slow",
-        "[0/0] 61 s, 4 examples: test_slow",
-        "[1/4] 91 s, about 273 s left, 5 examples: test_slow",
-    ]
 
 
 @pytest.mark.unmeasured

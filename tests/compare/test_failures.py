@@ -179,13 +179,6 @@ def test_a_page_without_the_extra_is_wrong_usage_before_anything_runs(monkeypatc
     assert "it has run" not in stopped.out + stopped.err and not tmp_path.joinpath("o.html").exists()
 
 
-def test_help_tells_the_exit_codes(capsys):
-    assert command(["compare", "--help"]) == 0
-    text = capsys.readouterr().out
-    codes = "0 equal   1 differs", "2 not comparable", "undecided", "3 internal error", "4 wrong usage"
-    assert [words for words in ("--timeout=SECONDS", *codes) if words not in text] == []
-
-
 def test_an_error_of_the_command_itself_is_no_difference(monkeypatch, tmp_path, capsys):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("of our own")

@@ -16,7 +16,7 @@ from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.in_script.models import Names
 from mgpu_check.compare.in_script.parameters import Parameters, States
 from mgpu_check.compare.in_script.perturbations import Perturbation
-from mgpu_check.compare.in_script.summaries import inputs_of, summaries
+from mgpu_check.compare.in_script.summaries import summaries
 from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, TraceError, Writer, chunk_sizes, positions, read
 from mgpu_check.processes.environments import FLOAT32
 from mgpu_check.torch_hooks.tensors import as_bits
@@ -342,18 +342,6 @@ def test_a_summary_is_what_it_says(count, dtype):
     assert sum(chunk_sizes(count)) == count
     assert summary.sums == pytest.approx([float(part.sum()) for part in wide.split(chunk_sizes(count))])
     assert len(summary.entries(count)) == 1 + len(summary.sums) + len(summary.samples)
-
-
-def test_what_has_no_summary():
-    weight = torch.ones(3, 2).to_sparse()
-    assert summaries([None, torch.ones(0), torch.ones(2), weight])[:2] == [None, None]
-    assert summaries([weight]) == summaries([torch.ones(3, 2)])
-
-
-def test_inputs_are_found_wherever_they_stand():
-    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
-    found = inputs_of((a, [b, "text"]), {"z": d, "y": {"k": c}})
-    assert [int(t) for t in found] == [0, 1, 3 - 1, 3]
 
 
 def names_of(called, *parameters):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mgpu_check.compare.alignment import Aligned, deviation
-from mgpu_check.compare.rounding import Rounding, repeatability, roundoff
+from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import State, chunk_sizes
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from tests.compare.training import Training, gradients, summary, times, with_a_third
@@ -78,14 +78,6 @@ def test_parameters_that_rounding_alone_hides_are_not_called_equal():
 
     found = of_three(drown)
     assert found.kind == "not comparable" and "rounding alone changes every parameter" in found.report.headline
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "bits"),
-    [("float64 complex128", 53), ("float32 complex64 int64", 24), ("float16 complex32", 11), ("bfloat16", 8)],
-)
-def test_the_roundoff_of_a_dtype(dtypes, bits):
-    assert {roundoff(dtype) for dtype in dtypes.split()} == {2.0**-bits}
 
 
 def test_the_element_that_is_named():

@@ -18,13 +18,6 @@ from mgpu_check.errors import RankFailure, RankHang
 from tests.engine.processes import pids
 
 
-def test_results_come_in_rank_order(pool):
-    def body(rank, base):
-        return base + rank.index
-
-    assert pool.run(body, 10) == [10, 11, 12, 13]
-
-
 def test_a_size_keeps_its_processes_and_its_default_group(pool):
     def body(rank):
         x = torch.ones(1)

@@ -142,25 +142,6 @@ ORDERED = """
 
 
 @pytest.mark.slow
-def test_selection_and_order(run, pytester):
-    pytester.makepyfile(test_it=ORDERED)
-
-    def again(*arguments: str) -> pytest.RunResult:
-        return pytester.runpytest_subprocess(*GPUS, *arguments)
-
-    again("--sw").assert_outcomes(passed=1, failed=1)
-    next_try = again("--sw", "--durations=3")
-    next_try.assert_outcomes(failed=1, deselected=1)
-    next_try.stdout.fnmatch_lines(["*slowest 3 durations*"])
-    again("--lf").assert_outcomes(failed=1)
-    first = again("--ff", "-v")
-    first.assert_outcomes(passed=2, failed=2)
-    first.stdout.fnmatch_lines(["*::test_b FAILED*", "*::test_a PASSED*", "*::test_c PASSED*", "*::test_d FAILED*"])
-    pytester.makepyfile(test_new="import pytest\n@pytest.mark.ranks(2)\ndef test_new(rank): pass\n")
-    again("--nf", "-v").stdout.fnmatch_lines(["test_new.py::test_new PASSED*", "test_it.py::test_a PASSED*"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "words"),
     [
@@ -199,13 +180,6 @@ def test_a_finding_shows_the_call_of_a_check_and_not_its_lines(run, pytester):
     found, broken = run(*GPUS, "-q").stdout.str().split("_ test_broken _")
     assert "assert_devices_are(gpus, gpus[:1])" in found and "assert_devices_are([rank.device], [])" in found
     assert "checks.py" not in found and "checks.py" in broken
-
-
-def test_without_the_plugin_its_tests_are_unknown(run, pytester):
-    pytester.makepyfile("def test_it(ranks): pass\ndef test_of_a_user(): pass")
-    result = run("-p", "no:mgpu_check")
-    result.assert_outcomes(errors=1, passed=1)
-    result.stdout.fnmatch_lines(["*fixture 'ranks' not found"])
 
 
 SLOW = """

@@ -3,18 +3,15 @@ tensors."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from mgpu_check.simulated.operators import attention as attention_kernels
 from mgpu_check.simulated.operators.attention import SINCE_2_14
@@ -260,16 +257,6 @@ def test_dropout_is_drawn_by_the_device_and_is_the_same_in_backward(name):
     assert torch.allclose(first.float()[kept], (exact / 0.75)[kept], rtol=0.02)
 
 
-def test_dropout_takes_the_same_keys_when_it_is_checkpointed():
-    x = operands(1, 2, 16, 16, grad=True)[0]
-    torch.cuda.manual_seed_all(7)
-    attend = lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # noqa: E731
-    (wanted,) = torch.autograd.grad(attend(x).sum(), x)
-    torch.cuda.manual_seed_all(7)
-    (found,) = torch.autograd.grad(checkpoint(attend, x, use_reentrant=False).sum(), x)
-    assert torch.equal(found, wanted)
-
-
 def test_blocks_of_rows_give_what_all_rows_at_once_do(monkeypatch):
     tensors = operands(2, 2, 40, 16, grad=True)
     mask = torch.randn(40, 40, device="cuda:1").requires_grad_()
@@ -360,23 +347,3 @@ def test_a_mode_of_functions_sees_the_function_that_it_knows():
     with Mode():
         F.scaled_dot_product_attention(*operands(1, 1, 4, 8))
     assert any(seen)
-
-
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_modules_of_attention_do_what_they_do_on_the_cpu(training, need_weights):
-    torch.manual_seed(1)
-    attention = nn.MultiheadAttention(16, 2, batch_first=True).train(training)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
-    x = torch.randn(2, 6, 16)
-    for module, given in ((attention, (x, x, x)), (layer, (x,))):
-        on_device = copy.deepcopy(module).to("cuda:1")
-        options = {"need_weights": need_weights} if module is attention else {}
-        wanted, found = module(*given, **options), on_device(*(t.to("cuda:1") for t in given), **options)
-        if module is attention:
-            wanted, found = wanted[0], found[0]
-        torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-5)
-        wanted.square().sum().backward()
-        found.square().sum().backward()
-        for mine, theirs in zip(on_device.parameters(), module.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.cpu(), theirs.grad, atol=1e-4, rtol=1e-4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import torch._dynamo  # each dispatch mode needs it: ranks share what is imported before they are forked
@@ -301,19 +299,6 @@ def test_a_graph_may_replay_another_one(capture):
     assert out.tolist() == [6, 6]
 
 
-LIVENESS = "check_input_liveness"
-
-
-@pytest.mark.skipif(
-    LIVENESS not in inspect.signature(torch.cuda.graph).parameters, reason="this torch has no such check"
-)
-def test_inputs_are_watched_where_that_is_asked_for(capture):
-    given = torch.ones(2, device="cuda")
-    graph, out = capture(lambda: given + torch.ones(2, device="cuda"), **{LIVENESS: True})
-    graph.replay()
-    assert out.tolist() == [2, 2]
-
-
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_optimizers_that_cannot_be_captured_say_so(capture):
     parameter = nn.Parameter(torch.ones(2, device="cuda"))
@@ -356,10 +341,3 @@ def test_a_capture_that_nobody_ends_ends_with_the_node():
         torch.cuda.synchronize()
         assert not torch.cuda.is_current_stream_capturing()
         assert not torch._C._len_torch_dispatch_stack()
-
-
-def test_torchs_class_of_graphs_is_put_back():
-    before = torch.cuda.CUDAGraph, torch._C._CUDAGraph
-    with simulated_node(2):
-        assert torch.cuda.CUDAGraph not in before
-    assert (torch.cuda.CUDAGraph, torch._C._CUDAGraph) == before

@@ -103,11 +103,6 @@ def test_what_does_not_fit_is_refused_before_it_is_there(name):
     assert torch.cuda.memory_stats(1)["num_ooms"] == 1
 
 
-def test_an_error_that_is_not_of_memory_stays_what_it_is():
-    with pytest.raises(RuntimeError, match="must match the size"):
-        like() + torch.ones(3, device="cuda:1")
-
-
 def test_the_figures_of_memory_agree_with_each_other():
     small, large = torch.ones(10, device="cuda:1"), torch.ones(1 << 20, device="cuda:1")
     del small
@@ -158,12 +153,3 @@ def test_an_exabyte_is_refused_before_the_driver_is_asked():
 def test_large_memory_is_unwritten_at_both_ends():
     large = torch.empty((1 << 26) + 1, dtype=torch.float32, device="cuda")
     assert large[0].isnan() and large[-1].isnan() and large[:3].view(3, 1).isnan().all()
-
-
-def test_the_driver_is_asked_for_memory_and_given_it_back():
-    names = ("num_sync_all_streams", "num_device_alloc", "num_device_free")
-    t = torch.ones(8, device="cuda")
-    before = [torch.cuda.memory_stats()[name] for name in names]
-    del t
-    torch.cuda.empty_cache()
-    assert [torch.cuda.memory_stats()[name] for name in names] == [before[0] + 1, before[1], before[2] + 1]

@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import types
@@ -14,13 +13,11 @@ import pytest
 import torch
 import torch.cuda.nccl
 import torch.cuda.tunable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import comm
 
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.cuda import runtime
 from mgpu_check.simulated.operators import autograd
-from mgpu_check.simulated.operators.attention import SINCE_2_14
 from mgpu_check.torch_hooks import switches
 
 # Messages of a CUDA build without a driver, and of a CPU build, if a call has gone past the simulation.
@@ -135,14 +132,6 @@ def test_each_public_function_answers_or_is_refused_by_name(capsys):
     assert len(called) > 120
 
 
-def params(*shape: int, dtype: torch.dtype = torch.float16, mask: bool = False, gqa: bool = False) -> object:
-    query = torch.ones(shape, dtype=dtype, device="cuda:1")
-    key = query[:, :1] if gqa else query
-    return torch.backends.cuda.SDPAParams(
-        query, key, key, query.new_zeros(shape[2], shape[2]) if mask else None, 0.0, False, gqa
-    )
-
-
 # Those of torch.backends.cuda that take something -> what each is called with.
 GIVEN: dict[str, list[object]] = {
     "SDPAParams": [],  # made by `params`
@@ -201,46 +190,6 @@ def test_each_name_of_the_backends_answers(kept_precision):
     assert len(found) > 35
     assert {"allow_tf32", "fp32_precision"} <= attributes(torch.backends.cuda.matmul)
     assert {"allow_tf32", "benchmark", "benchmark_limit", "enabled"} <= attributes(torch.backends.cudnn)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of why a kernel is not used
-@pytest.mark.parametrize(
-    ("told", "usable"),
-    [
-        ({}, "flash efficient cudnn"),
-        ({"dtype": torch.bfloat16, "gqa": True}, "flash cudnn" + " efficient" * SINCE_2_14),
-        ({"dtype": torch.float32}, "efficient"),
-        ({"dtype": torch.float64}, ""),
-        ({"mask": True}, "efficient cudnn"),
-        ({"shape": (2, 4, 8, 12)}, "flash"),
-        ({"shape": (2, 4, 8, 512)}, "efficient"),
-        *([] if SINCE_2_14 else [({"shape": (4, 8, 16)}, "")]),  # it adds a dimension before it asks
-    ],
-    ids=str,
-)
-def test_which_kernels_of_attention_cuda_would_have(told, usable):
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    }
-    with simulated_node(2):
-        given: Any = params(*told.get("shape", (2, 4, 8, 16)), **{k: v for k, v in told.items() if k != "shape"})
-        operands = given.query, given.key, given.value, given.attn_mask
-        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=given.enable_gqa)
-        computed = attend(*operands)
-        for name, backend in backends.items():
-            can = getattr(torch.backends.cuda, f"can_use_{name}_attention")
-            assert can(given) == (name in usable.split()), name
-            with sdpa_kernel(backend):
-                if can(given):
-                    found = attend(*operands)
-                    torch.testing.assert_close(found, computed)
-                else:
-                    with pytest.raises(RuntimeError, match=r"No available kernel\. Aborting execution\."):
-                        attend(*operands)
-        with sdpa_kernel(SDPBackend.MATH):
-            assert not any(getattr(torch.backends.cuda, f"can_use_{name}_attention")(given) for name in backends)
 
 
 def test_refused_parts_of_cuda_are_named():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import pytest
@@ -130,18 +129,6 @@ def test_waits_of_the_host_can_be_warned_of_and_refused():
     torch.cuda.set_sync_debug_mode(0)
 
 
-def test_streams_of_one_handle_are_equal():
-    runtime, handle = torch.cuda.cudart(), ctypes.c_void_p()
-    assert runtime.cudaStreamCreate(ctypes.addressof(handle)) == 0 and handle.value
-    with torch.cuda.device(1):
-        one = torch.cuda.ExternalStream(handle.value)
-    other = torch.cuda.get_stream_from_external(handle.value, torch.device("cuda:1"))
-    assert one == other and hash(one) == hash(other) and one.device_index == 1
-    assert other.__cuda_stream__() == (0, handle.value)
-    assert runtime.cudaStreamDestroy(handle.value) == 0 and runtime.cudaStreamDestroy(handle.value) == 400
-    assert torch.cuda.Stream() != torch.cuda.Stream() and torch.cuda.current_stream(0) != torch.cuda.current_stream(1)
-
-
 @pytest.mark.parametrize("copy", [lambda t, late: t.to("cuda", non_blocking=late),
                                   lambda t, late: torch.zeros(3, device="cuda").copy_(t, non_blocking=late)])  # fmt: skip
 @pytest.mark.parametrize("late", [True, False])
@@ -154,11 +141,6 @@ def test_the_host_waits_for_a_copy_to_a_device_unless_it_is_told_not_to(copy, la
         copy(torch.ones(3).pin_memory(), late)
         assert torch.cuda.current_stream().query() is not late
     stream.synchronize()
-
-
-def test_a_copy_to_the_host_that_nobody_waits_for_is_pinned():
-    t = torch.ones(3, device="cuda")
-    assert t.to("cpu", non_blocking=True).is_pinned() and not t.to("cpu").is_pinned()
 
 
 def test_streams_that_wait_for_each_other_in_turn_hold_each_copy_once():

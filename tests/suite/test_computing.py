@@ -282,15 +282,3 @@ def test_what_a_device_lacks_is_skipped(monkeypatch):
     entry: Any
     (entry,) = arithmetic.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
     assert (entry.outcome, entry.seen) == ("skipped", "bfloat16 needs compute capability 8.0; this device has 7.0")
-
-
-def test_only_what_is_timed_is_measured():
-    with pytest.raises(ValueError, match="timed=True with 'topk'"):
-        ComputeCase("topk", "int8", 32, 0, timed=True)
-
-
-@pytest.mark.parametrize("wrong", [{"operation": "x"}, {"dtype": "int4"}, {"size": 8}, {"repeats": 0}])
-def test_cases_that_make_no_sense(wrong):
-    given = {"operation": "sum", "dtype": "int8", "size": 32, "seed": 0} | wrong
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-        ComputeCase(**given)

@@ -44,22 +44,6 @@ def test_checks_may_end_at_their_first_finding_while_a_fault_is_planted():
     assert not enough(["a finding"])
 
 
-def test_an_unknown_property_is_refused():
-    def slow():
-        yield
-
-    with pytest.raises(ValueError, match=r"fault: 'slow' of module .* has no property; .* PROPERTY is one of fixtures"):
-        fault("it is slow")(slow)
-
-
-def test_a_condition_without_what_plants_is_refused():
-    with pytest.raises(ValueError, match="'never' has `when`, which needs `by`"):
-
-        @fault("it is never wrong", when=When("never", lambda: False))
-        def never():
-            return None
-
-
 def test_a_condition_selects_calls_and_names_them():
     def calls(body):
         seen.append([body(number) for number in range(4)])

@@ -14,8 +14,7 @@ from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.links.speed import measure_copies
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.asserts.known_defects import Met, reported_to
-from mgpu_check.devices.observations import Observation, Part, Subject
-from mgpu_check.errors import DeviceMismatch
+from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.oracles.devices import copies
 from mgpu_check.oracles.devices.cases import Copies
 from mgpu_check.oracles.devices.copies import examine_copies, examine_host_copies
@@ -194,21 +193,6 @@ def test_bandwidth_and_latency_are_measured_for_each_way_and_a_slow_link_shows()
     assert speed[pair] < 0.8 * min(value for key, value in speed.items() if key != pair)
     assert {entry.size for entry in found} == {2 * MIB, 16, 32} and {entry.repeats for entry in found} == {3}
     assert slow.parts == (Part("link", pair),)
-
-
-def test_the_first_line_of_wrong_copies_names_the_first_of_them(monkeypatch):
-    right, wrong = (Subject("copy", pair) for pair in ((0, 1), (1, 0)))
-    seen = [
-        Observation("links", right, "passed", "6 of 9 bytes are wrong", "engine, 9 bytes"),
-        Observation("links", wrong, "failed", "6 of 9 bytes are wrong", "engine, 9 bytes"),
-    ]
-    monkeypatch.setattr(copies, "examine_copies", lambda *_: seen)
-    monkeypatch.setattr(copies, "examine_host_copies", lambda *_: [])
-    with pytest.raises(DeviceMismatch) as caught:
-        copies.assert_copies_whole([torch.device("cuda", index) for index in range(2)])
-    first, second, *_ = str(caught.value).splitlines()
-    assert first == "the copy cuda:1 -> cuda:0: engine, 9 bytes: 6 of 9 bytes are wrong"
-    assert second == "1 of 2 ways copy wrong data (cuda:1 -> cuda:0), the others are right"
 
 
 def test_a_copy_that_drops_a_lazy_sign_meets_a_known_defect():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mgpu_check.oracles.pairs import drawn_rows, in_pairs, words_of
+from mgpu_check.oracles.pairs import drawn_rows, in_pairs
 
 OPTIONS = {"a": (1, 2), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 0, 1)}
 
@@ -44,8 +44,3 @@ def test_few_examples_take_a_share_of_the_rows_and_over_seeds_all():
     shares = [drawn_rows(OPTIONS, seed=seed, more=False) for seed in range(4)]
     assert sorted(str(row) for share in shares for row in share) == sorted(map(str, rows))
     assert max(map(len, shares)) <= len(rows) // 4 + 1
-
-
-def test_a_row_is_named_by_what_differs_from_the_first_values():
-    assert words_of({"a": 1, "b": True, "c": "x", "d": 0}, OPTIONS) == "b=True, d=0"
-    assert words_of({"a": 1, "b": False}, OPTIONS) == "the first value of each option"

@@ -11,7 +11,7 @@ import torch
 
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.faults import registry
-from mgpu_check.suite.common.faults.planting import around, both, call, first, one_device
+from mgpu_check.suite.common.faults.planting import around, both, first, one_device
 from mgpu_check.suite.common.faults.registry import Fault, caught_by, entered
 
 
@@ -52,14 +52,6 @@ def test_one_fault_replaces_functions_of_several_owners() -> None:
     with both(around(one, "f", "g"), around(other, "h"))(lambda real: -real()):
         assert (one.f(), one.g(), other.h()) == (-1, -2, -3)
     assert (one.f(), one.g(), other.h()) == (1, 2, 3)
-
-
-def test_the_original_answers_where_the_fault_has_no_answer() -> None:
-    owner = SimpleNamespace(half=lambda number, by=2: number // by)
-    large = first("above 9", lambda number: number > 9)
-    other = call("by 3", lambda number, by=2: by == 3)
-    with around(owner, "half")((large & other).guards(lambda real, *args, **kwargs: -1)):
-        assert (owner.half(12), owner.half(3, by=3), owner.half(12, by=3)) == (6, 1, -1)
 
 
 def test_everything_is_restored_where_a_name_is_unknown() -> None:

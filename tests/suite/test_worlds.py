@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import mgpu_check.suite
 from mgpu_check import settings, strategies
 from mgpu_check.oracles import strategies as drawing
-from mgpu_check.oracles.devices.mixed_operands import GROUPS
 
 T = TypeVar("T")
 
@@ -92,26 +91,6 @@ def test_too_few_devices_are_named(run_with: Callable[[int], None]) -> None:
         drawn(strategies.world_sizes(2))
     with pytest.raises(ValueError, match="cpu=False needs two devices"):
         drawn(strategies.device_pairs(cpu=False))
-
-
-@pytest.mark.slow
-def test_tables_of_operators_have_each_operator_on_each_device(run_with: Callable[[int], None]) -> None:
-    run_with(3)
-    for table in drawn(strategies.operator_tables(must_raise=True), 30):
-        assert all(case.must_raise for case in table.cases())
-        assert len({(case.operator, case.first) for case in table.cases() if case.operator == "add"}) == 4
-    for table in drawn(strategies.operator_tables(must_raise=False, only="copies"), 30):
-        assert {case.operator for case in table.cases()} == {"copy_", "slice assignment", "to", "load_state_dict"}
-        assert {place for case in table.cases() for place in (case.first, case.second)} == {
-            "cpu",
-            "cuda:0",
-            "cuda:1",
-            "cuda:2",
-        }
-    run_with(1)
-    (table, *_) = drawn(strategies.operator_tables(must_raise=True, without=("scalars",)))
-    assert all("cpu" in (case.first, case.second) for case in table.cases())
-    assert not {case.operator for case in table.cases()} & set(GROUPS["scalars"])
 
 
 @pytest.mark.slow
