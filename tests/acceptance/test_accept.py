@@ -97,6 +97,7 @@ def test_the_pytest_process_plans_an_acceptance_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow  # most of it is the collection, as of a wrong call
 def test_collecting_gives_no_verdict(command: Command) -> None:
     text = command(*NODE, "--collect-only")
     assert "test_memory.py" in text

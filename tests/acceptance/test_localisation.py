@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.node import Node
@@ -76,6 +76,7 @@ def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tup
     return set(explain(seen, (0,) * count, failed).parts), looks, pool
 
 
+@settings(max_examples=40)
 @given(count=st.integers(3, 8), data=st.data())
 def test_a_link_is_left(count: int, data: st.DataObject) -> None:
     pair = set(data.draw(st.permutations(range(count)))[:2])
@@ -117,6 +118,7 @@ def test_a_fault_that_follows_the_rank_is_software(count: int, wrong: Rule) -> N
     assert look.follows_rank
 
 
+@settings(max_examples=40)
 @given(count=st.integers(3, 8), root=st.integers(0, 20), data=st.data())
 def test_a_gpu_that_receives_wrong_data_is_named_and_no_link(count: int, root: int, data: st.DataObject) -> None:
     """As root of a broadcast it is right, so with one order of ranks some pairs pass."""
@@ -125,6 +127,7 @@ def test_a_gpu_that_receives_wrong_data_is_named_and_no_link(count: int, root: i
     assert parts == {Part("gpu", (bad,))}
 
 
+@settings(max_examples=40)
 @given(count=st.integers(3, 8), root=st.integers(0, 20))
 def test_a_gpu_that_is_wrong_as_root_is_named_and_no_software(count: int, root: int) -> None:
     bad = root % count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from mgpu_check.acceptance.report.page import health_of
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Observation, Subject
 from tests.acceptance import run_reports
-
-Command = Callable[..., str]
 
 
 def judged_report(report: RunReport) -> RunReport:

@@ -21,7 +21,7 @@ ONE_HOST = (0,) * 16
 
 def drawing(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Draw arguments, without a limit of time, which a busy machine exceeds."""
-    return lambda test: settings(deadline=None)(given(**strategies)(test))
+    return lambda test: settings(max_examples=40, deadline=None)(given(**strategies)(test))
 
 
 def subjects(count: int) -> Iterator[tuple[str, Subject]]:

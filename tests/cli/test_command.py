@@ -27,10 +27,7 @@ from tests.plugin.conftest import wait_for
             *("device", 4),
             ["'device' is no command; choose one of accept, compare, devices, doctor, init, model, pytest, record, "],
         ),
-        ("selftest --such", 4, ["mgpu-check selftest: error: unrecognized arguments: --such"]),
         ("selftest -n 2", 4, ["plants faults in one process, and cannot use several: leave out -n 2"]),
-        ("simulate", 4, ["no program given; name a script"]),
-        ("compare", 4, ["no program given; name a script"]),
     ],
 )
 def test_what_needs_no_run(command, words, code, texts):
@@ -229,6 +226,7 @@ def test_selftest_refuses_a_test_that_is_none_of_the_suite(command, tmp_path):
     assert "give options only, or one of test_allreduce.py, test_collectives.py" in text
 
 
+@pytest.mark.slow  # beside `test_selftest_of_no_check_at_all_fails`
 def test_selftest_without_a_check_proves_nothing(command):
     text = command("selftest", "test_mismatch.py", "-k", "no_such_check", code=5)
     assert "every fault is caught" not in text
@@ -288,6 +286,7 @@ def test_a_level_says_how_many_examples_the_suite_draws(monkeypatch, level, of_1
     assert given == ((3, 2) if level == "quick" else (of_140, of_140 // 70))
 
 
+@pytest.mark.slow  # beside `test_a_level_says_how_many_examples_the_suite_draws`
 def test_a_level_of_the_suite_that_was_asked_for_and_each_check(command, monkeypatch):
     monkeypatch.setenv("MGPU_CHECK_GPU_LEVEL", "standard")
     text = command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial", "-v")

@@ -51,6 +51,7 @@ def test_all_ranks_on_one_device(compare, tutorial, changed):
     assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in outcome.text
 
 
+@pytest.mark.slow  # beside the rank that ends with a signal after it has raised
 def test_a_rank_that_is_killed(compare, by_hand, changed):
     kill = "    if rank == 1: import signal; os.kill(os.getpid(), signal.SIGSEGV)\n"
     outcome = compare(changed(by_hand, (STEP, kill + STEP)), code=1)

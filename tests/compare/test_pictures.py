@@ -71,6 +71,7 @@ def test_whatever_the_values_are_it_is_a_picture(logarithmic):
         assert "a < b" in texts(svg)
 
 
+@pytest.mark.slow  # beside the page of two runs
 def test_the_page_of_a_difference(compare, by_hand, changed):
     mean = "            p.grad /= world\n"
     halved = mean, mean.replace("world", "2 * world if start == 8 else world")

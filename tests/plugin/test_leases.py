@@ -15,8 +15,6 @@ from mgpu_check.devices.leases import DeviceLeases
 from mgpu_check.plugin.device_leases import keys_of, tokens_of
 from tests.plugin.conftest import Background, processes_with, wait_for
 
-Run = Callable[..., pytest.RunResult]
-
 LIMIT = 120.0  # only what is broken lasts as long
 
 # Shared by the inner runs: a journal in the order of time, and a way to wait for a line of it.
@@ -252,8 +250,8 @@ def wait_until(condition: Callable[[], bool], run: Background) -> None:
     assert condition(), run.output
 
 
-@pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_waiting_is_told(pytester, in_background, locks, workers):
+def test_waiting_is_told(pytester, in_background, locks):
+    """Also from a worker, by way of the process that has the terminal."""
     pytester.makepyfile("def test_all(ranks): pass")
     patch = """
 leases._FIRST_WORD = 0.0
@@ -271,7 +269,7 @@ terminal.tell = told
     pytester.makeconftest(SHARED + ON_FAKE_GPUS + patch)
     locks.mkdir(mode=0o1777)
     held = DeviceLeases(["uuid-2"], locks).take(1, "somebody else")
-    waits = in_background("--gpus=all", workers, variables={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    waits = in_background("--gpus=all", "-n1", variables={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     wait_until(lambda: "told" in locks.with_name("journal").read_text(), waits)
     held.give_back()
     code, output = waits.process.wait(LIMIT), waits.output

@@ -157,7 +157,9 @@ def test_passing_tests_of_every_kind(run, repo, parallel):
     run(*GPUS, *parallel).assert_outcomes(passed=21, skipped=1, xfailed=1)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("prepend", marks=pytest.mark.slow), "append", "importlib"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("prepend", "append")), "importlib"]
+)
 def test_every_import_mode(run, repo, mode):
     repo.makeini(f"[pytest]\npythonpath = .\naddopts = --import-mode={mode}\n")
     repo.mkpydir("pkg")

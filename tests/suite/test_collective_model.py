@@ -125,7 +125,6 @@ def test_too_many_ranks_for_a_dtype_are_refused():
     with pytest.raises(ValueError, match="use fewer ranks"):
         terms_of(64, torch.bfloat16, 0)
     assert most_ranks(torch.bfloat16) == 63
-    assert len(terms_of(63, torch.bfloat16, 0)) == 63
 
 
 def test_ranks_that_differ_are_named():
