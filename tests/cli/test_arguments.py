@@ -78,16 +78,6 @@ def test_an_option_without_its_value_is_named_with_a_remedy(
             assert any(word in output for word in ("give", "needs a value", "choose")), (form, output)
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0] if words else "suite")
-@pytest.mark.parametrize("form", [(), ("--",), ("",), ("--", "--"), ("-k",), (*NODE, "-k"), ("--gpus", "--simulate")])
-def test_no_form_of_a_command_is_a_traceback(
-    words: tuple[str, ...], form: tuple[str, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = main([*words, *form])
-    assert code == 0 if "-k" not in form and "--gpus" not in form else code == 4
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
 PARSERS: dict[tuple[str, ...], Callable[[], argparse.ArgumentParser]] = {
     ("compare",): compare._parser,
     ("record",): record._parser,

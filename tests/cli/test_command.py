@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from mgpu_check.cli import accept, selftest, suite
 from mgpu_check.cli.selftest import ALONE, CAUGHT, PASSED, PropertyMatrix, Selftest
 from mgpu_check.oracles.strategies import examples
-from mgpu_check.settings import activate, active, resolve
+from mgpu_check.settings import resolve
 from mgpu_check.suite.common.faults.registry import all_faults
 from tests.plugin.conftest import wait_for
 
@@ -165,20 +163,6 @@ def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_g
 def test_selftest_refuses_a_number_of_seeds_that_is_none(capsys, seeds):
     assert selftest.main([seeds]) == 4
     assert "give the number of seeds, such as --seeds=20" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("quick", "fault", "level"), [(True, None, "quick"), (True, "x", "long"), (False, None, "long")]
-)
-def test_a_quick_selftest_runs_checks_without_a_fault_at_the_level_quick(quick, fault, level):
-    item: Any = SimpleNamespace(callspec=SimpleNamespace(params={"planted_fault": selftest._Try(fault)}))
-    before = active()
-    activate(resolve({"gpus": "2", "simulate": "cpu", "gpu_level": "long"}, {}, {}))
-    try:
-        Selftest({}, quick=quick).pytest_runtest_call(item)
-        assert active().depth == level
-    finally:
-        activate(before)
 
 
 @pytest.mark.parametrize(("caught", "of", "enough"), [(19, 20, True), (18, 20, False), (5, 5, True), (4, 5, False)])

@@ -145,8 +145,3 @@ def test_ranks_that_are_asked_for_by_name_make_a_test_as_any_other(run, pytester
     result.stdout.fnmatch_lines(
         ["*ranks 0-1 of 2 raised AssertionError: seen*", "*Captured stdout of rank 1 of 2 call*"]
     )
-
-
-def test_a_run_without_ranks_is_left_alone(run, pytester):
-    pytester.makepyfile("def test_it(monkeypatch): monkeypatch.setenv('A', 'b')")
-    run(*GPUS).assert_outcomes(passed=1)

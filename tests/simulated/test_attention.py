@@ -3,14 +3,12 @@ tensors."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.simulated.operators import attention as attention_kernels
@@ -303,47 +301,3 @@ def test_the_order_of_preference_that_the_code_sets_holds():
         with sdpa_kernel(order, set_priority=True), Called() as called:
             F.scaled_dot_product_attention(*tensors)
         assert called.names == ["cudnn" if order[0] is chosen[0] else "flash"]
-
-
-def test_it_warns_of_why_no_kernel_takes_the_operands():
-    tensors = operands(2, 4, 8, 16)
-    refused = pytest.raises(RuntimeError, match="No available kernel")
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings(record=True) as seen, refused:
-        warnings.simplefilter("always")
-        F.scaled_dot_product_attention(*tensors)
-    texts = [str(warning.message) for warning in seen]
-    assert "Memory Efficient attention has been runtime disabled." in texts
-    assert any("dtype: {float16, bfloat16}" in text for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"key": torch.float16}, "to have the same dtype"),
-        ({"mask": torch.float16}, "Expected attn_mask dtype to be bool or float or to match query dtype"),
-        ({"dropout_p": 1.5}, "dropout probability has to be between 0 and 1"),
-    ],
-    ids=str,
-)
-def test_what_no_device_takes_is_refused_in_torchs_words(options, match):
-    query, key, value = operands(2, 4, 8, 16)
-    mask = None
-    if "key" in options:
-        key = key.to(options["key"])
-    if "mask" in options:
-        mask = torch.zeros(8, 8, dtype=options["mask"], device="cuda:1")
-    with pytest.raises(RuntimeError, match=match):
-        F.scaled_dot_product_attention(query, key, value, mask, options.get("dropout_p", 0.0))
-
-
-def test_a_mode_of_functions_sees_the_function_that_it_knows():
-    seen = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func is F.scaled_dot_product_attention)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        F.scaled_dot_product_attention(*operands(1, 1, 4, 8))
-    assert any(seen)

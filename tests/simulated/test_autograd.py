@@ -16,37 +16,12 @@ def test_gradients_return_to_the_source():
     assert type(host.grad) is torch.Tensor and torch.equal(host.grad, a.detach().cpu())
 
 
-def test_copy_carries_gradients_between_devices():
-    a = torch.randn(3, device="cuda:0", requires_grad=True)
-    b = torch.zeros(3, device="cuda:1")
-    b.copy_(a)
-    (b * 3).sum().backward()
-    assert a.grad.device == a.device and a.grad.tolist() == [3, 3, 3]
-
-
 def test_double_backward_and_gradcheck():
     x = torch.randn(3, dtype=torch.float64, device="cuda:0", requires_grad=True)
     (first,) = torch.autograd.grad((x.to("cuda:1") ** 3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert second.device == x.device and torch.allclose(second, 6 * x.detach())
     assert torch.autograd.gradcheck(lambda t: (t.to("cuda:2") ** 2).sum(), (x,))
-
-
-def test_hooks_and_retained_gradients():
-    seen = []
-    a = torch.ones(2, device="cuda:0", requires_grad=True)
-    a.register_hook(lambda g: seen.append(g.device))
-    b = a.to("cuda:1")
-    b.retain_grad()
-    (b * 2).sum().backward()
-    assert seen == [torch.device("cuda:0")] and b.grad.device == torch.device("cuda:1")
-
-
-def test_a_host_scalar_learns_from_a_device():
-    scale = torch.tensor(2.0, requires_grad=True)
-    (scale * torch.ones(3, device="cuda:1")).sum().backward()
-    assert scale.grad.device.type == "cpu" and type(scale.grad) is torch.Tensor
-    assert scale.grad.item() == 3
 
 
 def test_custom_functions_get_and_give_device_tensors():

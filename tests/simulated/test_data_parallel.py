@@ -7,7 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.simulated.conftest import Passing
 
 
 def in_half_precision(rank, size):
@@ -91,11 +92,6 @@ def joined(rank, size):
                 ddp(torch.ones(1, 1)).sum().backward()
         seen.append(ddp.module.weight.grad.item())
     return seen
-
-
-class Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def trained_under_a_mode(rank, size):

@@ -55,19 +55,6 @@ def test_a_module_computes_as_on_the_cpu(name, mode):
             torch.testing.assert_close(first(net(x.cuda(1))).cpu(), first(reference(x)))
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_a_recurrent_network_names_the_device_that_its_input_is_not_on(kind):
-    net, steps = kind(3, 2).to("cuda:1"), [torch.ones(3, 3), torch.ones(2, 3)]
-    words = "found input tensor at cpu and parameter tensor at cuda:1"
-    for inputs in (steps[0], nn.utils.rnn.pack_sequence(steps)):
-        with pytest.raises(RuntimeError, match=words):
-            net(inputs)
-    with pytest.raises(RuntimeError, match="found input tensor at cpu and hidden tensor at cuda:2"):
-        kind(3, 2)(
-            steps[0], (torch.zeros(1, 2, device="cuda:2"),) * 2 if kind is nn.LSTM else torch.zeros(1, 2).cuda(2)
-        )
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_packed_sequences_are_padded_on_their_device(kind, ordered):
@@ -163,14 +150,6 @@ def test_lazy_modules_say_where_they_are_and_data_parallel_refuses_them_until_th
     out = nn.DataParallel(net)(batch)
     out.sum().backward()
     assert out.shape == (6, 4) and all(p.grad.device == torch.device("cuda:0") for p in net.parameters())
-
-
-def test_lazy_modules_are_moved_and_cast_before_they_have_a_shape():
-    lazy = nn.LazyLinear(3).to("cuda:1").to(torch.float64)
-    assert (lazy.weight.device, lazy.weight.dtype) == (torch.device("cuda:1"), torch.float64)
-    assert lazy(torch.ones(1, 2, dtype=torch.float64, device="cuda:1")).device == torch.device("cuda:1")
-    assert nn.LazyLinear(3).cuda().cpu()(torch.ones(1, 2)).device == torch.device("cpu")
-    assert nn.LazyLinear(3).cuda(2).to("cpu").half().weight.dtype is torch.float16
 
 
 def test_what_is_on_a_parameter_stays_where_a_module_is_moved():

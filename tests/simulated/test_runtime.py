@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -69,25 +68,3 @@ def test_a_forked_child_may_not_use_devices_that_the_parent_used():
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 1000).startswith(b"Cannot re-initialize CUDA in forked subprocess.")
-
-
-def test_cudart_names_errors_and_pins_memory_by_its_address():
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(0)
-    with pytest.raises(torch.cuda.CudaError, match=r"out of memory \(2\)"):
-        torch.cuda.check_error(2)
-    assert runtime.cudaGetErrorString(runtime.cudaError(101)) == "invalid device ordinal"
-    host = torch.ones(20)
-    size = host.numel() * host.element_size()
-    assert runtime.cudaHostRegister(host.data_ptr(), size, 0) == 0 and host.is_pinned()
-    assert runtime.cudaHostRegister(host.data_ptr(), size, 0) == 712
-    assert runtime.cudaHostUnregister(host.data_ptr()) == 0 and not host.is_pinned()
-    assert runtime.cudaHostUnregister(host.data_ptr()) == 713
-
-
-def test_cudnn_convolutions_of_their_own():
-    x, weight = torch.randn(1, 2, 5, 5, device="cuda"), torch.randn(2, 2, 3, 3, device="cuda")
-    plain: Any = [[1, 1], [1, 1], [1, 1], 1, False, True, False]
-    assert torch.equal(torch.cudnn_convolution(x, weight, *plain), torch.conv2d(x, weight, padding=1))
-    out = torch.cudnn_convolution_transpose(x, weight, [1, 1], [0, 0], [1, 1], [1, 1], 1, False, True, False)
-    assert torch.equal(out, torch.conv_transpose2d(x, weight, padding=1))

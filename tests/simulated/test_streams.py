@@ -63,30 +63,6 @@ def test_a_stream_that_sleeps_is_busy_and_events_are_reached_in_turn():
     assert stream.query()
 
 
-def test_events_belong_to_the_device_that_records_them_first():
-    one, other = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    one.record(torch.cuda.current_stream(0))
-    other.record(torch.cuda.current_stream(1))
-    with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
-        one.elapsed_time(other)
-    with pytest.raises(RuntimeError, match="Event device 0 does not match recording stream's device 1"):
-        one.record(torch.cuda.current_stream(1))
-
-
-def test_streams_are_known_by_their_numbers():
-    side = torch.cuda.Stream(2, priority=-9)
-    least, greatest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
-    assert side.priority == greatest < least
-    again = torch.cuda.Stream(stream_id=side.stream_id, device_index=2, device_type=side.device_type)
-    assert again is side
-    torch._C._cuda_setStream(stream_id=side.stream_id, device_index=2, device_type=side.device_type)
-    assert torch.cuda.current_stream(2) is side and torch.cuda.current_device() == 2
-    assert torch.cuda.default_stream(2).cuda_stream == 0 != side.cuda_stream
-    assert torch.cuda.ExternalStream(17, device=1).cuda_stream == 17
-    with pytest.raises(RuntimeError, match="invalid device ordinal"):
-        torch.cuda.Stream(4)
-
-
 def test_backward_runs_on_the_stream_and_the_device_of_the_forward():
     seen = []
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.simulated import is_simulated, to_real
+from tests.simulated.conftest import Passing
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -88,22 +88,6 @@ def test_views_share_memory():
     assert x.detach().data_ptr() == x.data_ptr()
 
 
-def test_formatting_and_scalars():
-    loss = torch.tensor(1.23456, device="cuda:1")
-    assert f"{loss:.2f}" == "1.23"
-    assert [loss.item(), float(loss), loss.tolist()] == [pytest.approx(1.23456)] * 3
-
-
-def test_no_numpy_from_a_device():
-    t = torch.ones(2, device="cuda:0")
-    want = (
-        r"can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu\(\) to copy the tensor to host memory first."
-    )
-    for convert in (t.numpy, t.__array__):
-        with pytest.raises(TypeError, match=want):
-            convert()
-
-
 def test_deepcopy_and_pickle():
     net = nn.Linear(2, 2).to("cuda:2")
     net(torch.ones(1, 2, device="cuda:2")).sum().backward()
@@ -145,11 +129,6 @@ def test_what_c_makes_for_an_operator_is_on_the_device():
     assert [part.device for part in parts] == [a.device] * 2 and torch.equal(parts[1], a)
 
 
-class _Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 COMBINED_IN_C = {
     "one_hot": lambda x: F.one_hot(x.long(), 3),
     "combinations": lambda x: torch.combinations(x, with_replacement=True),
@@ -166,7 +145,7 @@ COMBINED_IN_C = {
 }
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Passing])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Passing])
 @pytest.mark.parametrize("name", COMBINED_IN_C)
 def test_what_c_combines_with_a_tensor_is_on_its_device_under_a_mode_too(name, mode):
     x = torch.tensor([0.0, 1.0, 2.0])
@@ -177,7 +156,7 @@ def test_what_c_combines_with_a_tensor_is_on_its_device_under_a_mode_too(name, m
     assert torch.allclose(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Passing])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Passing])
 @pytest.mark.parametrize("name", ["combinations", "quantile", "nanquantile", "causal attention"])
 def test_gradients_come_back_through_what_c_combines(name, mode):
     gradients = []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_check.oracles.strategies import batches
-from mgpu_check.strategies import BatchSpec, Leaf, Nested, Sample, Split, TensorSpec, batch_sizes
+from mgpu_check.strategies import BatchSpec, Leaf, Nested, Sample, TensorSpec, batch_sizes
 
 X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)
 
@@ -24,15 +24,6 @@ def test_containers(kind: str, expected: Any) -> None:
     first, second = built.values() if isinstance(built, dict) else built
     assert torch.equal(first, X.build())
     assert torch.equal(second, Y.build())
-
-
-def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="kind='set'"):
-        Nested("set", (X,))
-    with pytest.raises(ValueError, match="3 were given"):
-        Nested("namedtuple", (X, X, X))
-    with pytest.raises(TypeError, match="Nested, not a single tensor"):
-        _ = Split(Nested("tuple", (X,)), 4).tensor
 
 
 def tensors_in(spec: BatchSpec) -> list[TensorSpec]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from mgpu_check.asserts import known_defects
 from mgpu_check.asserts.findings import Findings
@@ -15,34 +15,6 @@ from mgpu_check.asserts.known_defects import Met, heard_by
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.sharded import dtensors
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
-from mgpu_check.suite.sharded.redistribution import part_of
-
-
-class Mesh:
-    def __init__(self, shape, place):
-        self.shape, self.place = shape, place
-
-    def size(self, dim):
-        return self.shape[dim]
-
-    def get_coordinate(self):
-        return self.place
-
-
-def mesh(shape: tuple[int, ...], place: tuple[int, ...]) -> Any:
-    return Mesh(shape, place)
-
-
-def test_the_part_of_a_rank_is_its_chunk():
-    for length in range(9):
-        whole = torch.arange(length)
-        for ranks in range(1, 6):
-            chunks = [*whole.chunk(ranks), *[whole[:0]] * ranks] if length else [whole] * ranks
-            parts = [part_of(whole, [Shard(0)], mesh((ranks,), (place,))) for place in range(ranks)]
-            assert [part.tolist() for part in parts] == [chunk.tolist() for chunk in chunks[:ranks]]
-    plane = torch.arange(30).reshape(5, 6)
-    assert part_of(plane, [Shard(0), Shard(1)], mesh((2, 2), (1, 0))).tolist() == plane[3:, :3].tolist()
-    assert part_of(plane, [Replicate(), Shard(0)], mesh((2, 2), (1, 1))).tolist() == plane[3:].tolist()
 
 
 def test_a_module_that_is_cast_by_hand_gets_inputs_of_float32_in_each_step():

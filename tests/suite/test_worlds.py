@@ -93,22 +93,6 @@ def test_too_few_devices_are_named(run_with: Callable[[int], None]) -> None:
         drawn(strategies.device_pairs(cpu=False))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3, *(count for count in (1, 2, 4, 8))])
-def test_splits_cover_the_sizes_that_matter(run_with: Callable[[int], None], count: int) -> None:
-    run_with(count)
-    found = drawn(strategies.splits(leaves=True))
-    spread = {(split.size, split.devices) for split in found}
-    assert any(size == 0 for size, _ in spread)
-    assert any(size == devices for size, devices in spread)
-    assert any(size > devices and size % devices == 0 for size, devices in spread)
-    assert {devices for _, devices in spread} >= {1, count}
-    if count > 1:
-        assert any(0 < size < devices for size, devices in spread)
-        assert any(size > devices and size % devices for size, devices in spread)
-        assert {split.dim for split in found} >= {0, 1, -1}
-
-
 def test_pairs_of_worlds_begin_with_the_largest_and_the_one_below(run_with):
     run_with(4)
     assert drawn(strategies.world_pairs()) == {(4, 3), (4, 2), (4, 1)}
