@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 
 from mgpu_check.acceptance.findings import KINDS, SEVERITIES, identify, judged, listed, table
-from mgpu_check.acceptance.health.checks import examine_troubles
-from mgpu_check.acceptance.node import observations_of
 from mgpu_check.acceptance.plan import read_policy
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
-from mgpu_check.devices.telemetry.sampler import Trouble, TroubleKind
-from mgpu_check.engine.failures import Account, Died, Who
-from mgpu_check.errors import RankFailure
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
 CHANGED: dict[str, Any] = {"changed from": 18}
@@ -71,19 +66,6 @@ def test_ids_are_stable_words_and_the_last_kind_matches_all() -> None:
 )
 def test_an_observation_is_of_its_kind(seen: Observation, name: str) -> None:
     assert identify(seen).id == f"MGPU-{name}"
-
-
-@pytest.mark.parametrize("kind", ["hang", "error", "lost", "xid"])
-def test_each_trouble_of_the_driver_has_a_kind(kind: TroubleKind) -> None:
-    (seen,) = examine_troubles([Trouble(kind, 1, "power", "no", 1.0, 48)])
-    assert identify(seen).id in ("MGPU-DRIVER-HANG", "MGPU-DRIVER-ERROR", "MGPU-GPU-LOST", "MGPU-XID")
-
-
-def test_an_error_of_a_call_has_a_kind() -> None:
-    error = RankFailure("wrong")
-    error.account = Account({0: Died("signal 9", "")}, Who(1))
-    found = observations_of(error, "memory", "it", (1,))
-    assert found is not None and identify(found.observations[0]).id == "MGPU-GPU-NO-ANSWER"
 
 
 @pytest.mark.parametrize("name", FIELDS)

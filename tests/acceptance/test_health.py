@@ -12,7 +12,6 @@ from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.health.checks import examine_growth, examine_health, examine_troubles
 from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
-from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
@@ -155,17 +154,6 @@ def test_a_baseline_of_the_site_overrides_the_data_sheet(monkeypatch: pytest.Mon
     texts = [seen for _, subject, seen in failed(examine_inventory(run.first, references=[nominal]))]
     of_ecc = "of its GPUs: ECC mode is off, and the data sheet has on"
     assert texts == ["it has 4 GPUs, and the data sheet has 8", of_ecc]
-
-
-def test_a_single_gpu_of_a_larger_board_needs_no_links() -> None:
-    for sku in packaged_floors().skus:
-        name = sku.names[0]
-        assert sku.pcie is None or sku.facts(1)["pcie_generation_max"] == sku.pcie.generation, name
-        linked = "SXM" in name or name.startswith(("SIM", "NVIDIA GB", "NVIDIA B"))
-        linked = linked or name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
-        assert ("nvlinks" in sku.facts(8)) == linked or "V100" in name, name
-        assert "nvlinks" not in sku.facts(1) or name.startswith("SIMULATED"), name
-        assert not sku.counts or ({1, 2, 4} <= set(sku.counts) and not {3, 7} & set(sku.counts)), name
 
 
 def test_what_the_baseline_has_and_a_gpu_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

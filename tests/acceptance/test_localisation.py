@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run import Run
-from mgpu_check.acceptance.run_report import Gpu, RepeatableCall, RunLog
-from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS, Look, control, explain, found_about, look_again
+from mgpu_check.acceptance.run_report import Gpu, RunLog
+from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS, Look, control, explain, look_again
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
 
@@ -140,16 +140,6 @@ def test_a_fault_on_the_rank_of_some_devices_only_is_not_called_software() -> No
     parts, (look,), _ = looked(4, lambda gpus, _: 0 if gpus[0] < 2 else False)
     assert not look.follows_rank
     assert Part("host", (0,)) not in parts
-
-
-def test_second_looks_are_told_of_the_parts_whose_failures_they_repeat() -> None:
-    """A GPU of the group that is accused for something else has no part in them."""
-    calls = [RepeatableCall("collectives", collective, (number,), (0, 3), None) for number in range(2)]
-    looks = [Look(call.case, "collectives", (0, 3), (f"seen {number}",)) for number, call in enumerate(calls)]
-    assert found_about(Part("link", (0, 3)), calls, looks) == "seen 0; seen 1"
-    assert found_about(Part("link", (0, 3)), calls[:1], looks) == "seen 0"
-    assert found_about(Part("gpu", (3,)), [], looks) == ""
-    assert found_about(Part("gpu", (1,)), calls, looks) == ""
 
 
 def test_what_needs_the_direct_path_is_told_from_what_does_not() -> None:

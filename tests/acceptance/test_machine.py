@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.acceptance.dcgm import test_dcgm
 from mgpu_check.acceptance.faults import all_hardware_faults, hardware_planted, hardware_text, planted_from
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.machine import test_machine
@@ -35,10 +33,8 @@ from mgpu_check.acceptance.machine.checks import (
     write_tree,
 )
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.run_report import Host, RunLog
 from mgpu_check.devices.observations import Observation, Subject
-from mgpu_check.processes.machine import boot_id
 from mgpu_check.simulated import simulated_node
 from tests.acceptance import run_reports
 
@@ -332,20 +328,3 @@ def test_ranks_read_their_own_log_or_say_why_not(ranks, monkeypatch, tmp_path):
     assert paths_of_rank(rank) == paths_in(LOG.splitlines()) and not log.exists()
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: log.write_text("NCCL INFO cudaDriverVersion\n"))
     assert paths_of_rank(rank) == "NCCL's log names no path"
-
-
-def test_the_kernel_of_this_machine_is_judged_beside_its_own_facts_of_before() -> None:
-    here = (socket.gethostname(), boot_id())
-    silent = []
-    for own in ({here: read_kernel()}, {}):
-        entries = test_machine.look_at_kernel([], {**own, ("other", ""): {}}, None)
-        silent.append(sum(next(one for one in entries if one.outcome == "passed").evidence["not known"].values()))
-    assert silent[0] < silent[1] or not read_kernel().keys() - {"host"}
-
-
-def test_no_name_of_a_test_selects_it_with_another_check():
-    """``-k memory`` must not run the tests of this check."""
-    tests = [name for module in (test_machine, test_dcgm) for name in vars(module) if name.startswith("test_")]
-    assert len(tests) == 5
-    clashes = [(test, check) for test in tests for check in CHECKS if check in test.replace("test_dcgm_", "")]
-    assert clashes == []

@@ -1,4 +1,4 @@
-"""The page of a report: its matrices, charts and words."""
+"""The page of a report: its matrices, charts, picture of a node, and words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from html import unescape
 import pytest
 
 from mgpu_check.acceptance.report import page
+from mgpu_check.acceptance.report.page import pictures
 from mgpu_check.acceptance.report.summary import lines
-from mgpu_check.acceptance.run_report import Verdict
-from mgpu_check.devices.observations import Observation, Subject
+from mgpu_check.acceptance.run_report import RunReport, Verdict
+from mgpu_check.devices.observations import Observation, Part, Subject
 from tests.acceptance import run_reports
 from tests.acceptance.report_pages import HOSTILE, html_of, report, titled
 
@@ -74,3 +75,28 @@ def test_nothing_that_is_quoted_is_markup():
     html = page.render(odd)
     assert "<script" not in html and "<i>" not in html and "&lt;script&gt;" in html
     lines(odd)
+
+
+def drawn(given: RunReport) -> dict[str, str]:
+    """Return the state of each box, by GPU, and of each wire that is marked, by its tooltip."""
+    (picture,) = pictures(given)
+    found: dict[str, str] = {box.lines[0]: box.state for box in picture.boxes if box.state != "good"}
+    return found | {wire.words: wire.state for wire in picture.wires if wire.state != "good"}
+
+
+def test_suspected_and_unchecked_parts_are_not_drawn_as_right():
+    given = run_reports.good(2)
+    nothing = replace(given, observations=())
+    assert drawn(nothing)["GPU 0"] == "none" and drawn(nothing)["link GPU 0 ↔ 1: not checked"] == "none"
+    assert "Dotted: not checked." in page.render(nothing)
+    rivals = Verdict("REJECTED", rivals=(((Part("gpu", (0,)),), (Part("gpu", (1,)),)),))
+    assert drawn(replace(given, verdict=rivals)) == {"GPU 0": "open", "GPU 1": "open"}
+    wrong = Observation("links", Subject("copy", (0, 1)), "failed")
+    loose = replace(
+        given,
+        observations=(*given.observations, wrong),
+        verdict=Verdict("REJECTED", unexplained=(len(given.observations),)),
+    )
+    assert drawn(loose) == {"link GPU 0 → 1: suspected": "open"}
+    unknown = replace(given, observations=(replace(wrong, outcome="unknown"),))
+    assert drawn(unknown)["link GPU 0 ↔ 1: not checked"] == "none", "an unknown outcome has checked nothing"

@@ -13,7 +13,6 @@ import jsonschema
 import pytest
 
 from mgpu_check.acceptance.plan import CHECKLIST
-from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.report.files import SCHEMA, check_paths, clear, read, to_json, write
 from mgpu_check.acceptance.report.files import schema as published
 from mgpu_check.acceptance.report.summary import lines, rates
@@ -127,20 +126,6 @@ def test_a_page_without_the_extra_is_refused_before_a_run(monkeypatch, tmp_path)
         write(tmp_path / "a.html", report("one GPU"))
     for suffix in ("json", "prom"):
         write(tmp_path / f"a.{suffix}", report("one GPU"))
-
-
-def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "a.prom"
-    write(path, report("one GPU"))
-    before = path.read_text()
-
-    def broken(found):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(summary, "to_prometheus", broken)
-    with pytest.raises(ZeroDivisionError):
-        write(path, report("bad"))
-    assert path.read_text() == before and [found.name for found in tmp_path.iterdir()] == ["a.prom"]
 
 
 # The terminal

@@ -159,12 +159,6 @@ def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_g
     assert "left out" not in enough
 
 
-@pytest.mark.parametrize("seeds", ["--seeds=0", "--seeds=few", "--seeds"])
-def test_selftest_refuses_a_number_of_seeds_that_is_none(capsys, seeds):
-    assert selftest.main([seeds]) == 4
-    assert "give the number of seeds, such as --seeds=20" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("caught", "of", "enough"), [(19, 20, True), (18, 20, False), (5, 5, True), (4, 5, False)])
 def test_a_check_must_catch_a_fault_by_19_of_20_seeds(caught, of, enough):
     one = next(iter(all_faults().values()))

@@ -6,12 +6,10 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mgpu_check import pages
 from mgpu_check.cli.compare import main
 from mgpu_check.compare.page import Curve, draw, heat_pictures
 from mgpu_check.compare.traces.files import write_run
@@ -19,7 +17,6 @@ from mgpu_check.compare.traces.run_comparison import compare_runs
 from tests.compare.test_trace_files import rounded, run
 from tests.compare.training import gradients, having, other
 
-STYLE = Path(pages.__file__).with_name("pages.html").read_text()
 NAME = "{http://www.w3.org/2000/svg}"
 
 
@@ -29,37 +26,6 @@ def picture(*curves: Curve, **options) -> ET.Element:
 
 def texts(svg: ET.Element) -> list[str]:
     return [element.text or "" for element in svg.iter(f"{NAME}text")]
-
-
-def of(svg: ET.Element, style: str) -> list[ET.Element]:
-    return [element for element in svg.iter(f"{NAME}g") if element.get("class") == style]
-
-
-def marks(group: ET.Element) -> list[ET.Element]:
-    return [element for element in group.iter(f"{NAME}path") if element.get("class") == "mark"]
-
-
-def points(group: ET.Element) -> list[tuple[float, float]]:
-    line = next(group.iter(f"{NAME}path"))
-    return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", line.get("d"))]
-
-
-def test_axes_curves_and_the_first_difference():
-    svg = picture(Curve("one device", [4.0, 2.0, 1.0], "one"), Curve("ranks", [4.0, 3.0, 3.0], "ranks"), mark=2)
-    assert svg[0].text == "A title"
-    for text in ("optimizer step", "loss", "one device", "ranks", "1", "2", "3", "step 2: first difference"):
-        assert text in texts(svg)
-    (one,), (ranks,), (mark,) = of(svg, "one"), of(svg, "ranks"), of(svg, "marked")
-    assert points(one)[0] == points(ranks)[0]
-    assert [x for x, _ in points(one)] == sorted({x for x, _ in points(one)})
-    heights = [y for _, y in points(one)]
-    assert heights[0] < heights[1] < heights[2] and points(ranks)[1][1] == points(ranks)[2][1] < heights[1]
-    assert points(mark)[0][0] == points(one)[1][0]
-    # Told apart by their marks and dashes, too.
-    assert [len(marks(one)), len(marks(ranks))] == [3, 3] and marks(one)[0].get("d") != marks(ranks)[0].get("d")
-    assert re.search(r"\.ranks \.line \{[^}]*stroke-dasharray", STYLE)
-    # And read without a look at the axes.
-    assert one[0].text == "one device: 1 to 4, at the end 1" and marks(one)[1][0].text == "one device, 2: 2"
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])

@@ -21,14 +21,8 @@ import torch.multiprocessing as mp
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
-from mgpu_check.plugin.serialization import by_value
 
-
-@pytest.fixture(autouse=True)
-def this_module_by_value():
-    """Ranks cannot import it everywhere."""
-    with by_value([sys.modules[__name__]]):
-        yield
+pytestmark = pytest.mark.usefixtures("this_module_by_value")
 
 
 class Tee:

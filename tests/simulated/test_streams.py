@@ -92,19 +92,6 @@ def test_backward_runs_on_the_stream_and_the_device_of_the_forward():
     assert seen == [(torch.cuda.default_stream(1), 1)]
 
 
-def test_waits_of_the_host_can_be_warned_of_and_refused():
-    x = torch.ones(2, device="cuda")
-    torch.cuda.set_sync_debug_mode("warn")
-    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
-        x.sum().item()
-    torch.cuda.set_sync_debug_mode("error")
-    assert torch.cuda.get_sync_debug_mode() == 2
-    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-        x.cpu()
-    x.to("cpu", non_blocking=True)
-    torch.cuda.set_sync_debug_mode(0)
-
-
 @pytest.mark.parametrize("copy", [lambda t, late: t.to("cuda", non_blocking=late),
                                   lambda t, late: torch.zeros(3, device="cuda").copy_(t, non_blocking=late)])  # fmt: skip
 @pytest.mark.parametrize("late", [True, False])

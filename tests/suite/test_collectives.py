@@ -61,14 +61,6 @@ def test_terms_have_one_result_in_every_order(dtype):
             )
 
 
-def test_bus_factors_are_those_of_nccl_tests():
-    factors = {name: [transfer.share_of_link(n) for n in (2, 4, 8)] for name, transfer in TRANSFERS.items()}
-    parts = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
-    assert factors.pop("all_reduce") == [1.0, 1.5, 1.75]
-    assert {name for name, factor in factors.items() if factor == [0.5, 0.75, 0.875]} == parts
-    assert {name for name, factor in factors.items() if factor == [1.0, 1.0, 1.0]} == {"broadcast", "reduce"}
-
-
 REDUCING = tuple(name for name, transfer in TRANSFERS.items() if transfer.reduces)
 COPYING = (*(name for name in TRANSFERS if name not in REDUCING), "send_recv")
 ALL = Cases((

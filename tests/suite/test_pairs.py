@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from mgpu_check.oracles.pairs import drawn_rows, in_pairs
 
 OPTIONS = {"a": (1, 2), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 0, 1)}
@@ -22,11 +20,6 @@ def test_each_pair_of_values_occurs_in_few_rows():
     assert 9 <= len(rows) <= 12
     assert all(row.keys() == OPTIONS.keys() for row in rows)
     assert rows == in_pairs(OPTIONS)
-
-
-@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 2), (2, 4), (9, 10)])
-def test_rows_grow_slowly_with_the_number_of_options(count, rows):
-    assert len(in_pairs({f"option {number}": (0, 1) for number in range(count)})) == rows
 
 
 def test_what_is_not_allowed_together_is_left_out():
