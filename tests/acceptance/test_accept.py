@@ -89,6 +89,13 @@ def test_a_glance_finds_a_wrong_link_and_says_what_it_left_out(command: Command)
     assert [resolve({"gpu_level": level}, {}, {}).depth for level in ("glance", "long")] == ["quick", "long"]
 
 
+def test_a_counter_that_grows_is_found_and_its_gpu_accused(command: Command) -> None:
+    """A weekly run plants all faults."""
+    text = command(*NODE, "--plant=ecc-uncorrected-grows:device=1", "-k", "health", code=1)
+    assert text.splitlines()[-1] == "REJECTED on 2 SIMULATED cpu GPUs: GPU 1; only health ran"
+    assert "  finding: MGPU-ECC-UNCORRECTED; severity reset, action reset-gpu" in text
+
+
 def test_the_pytest_process_plans_an_acceptance_without_torch() -> None:
     code = (
         "import sys, mgpu_check.acceptance.run; from mgpu_check.acceptance.faults import all_hardware_faults as faults; "

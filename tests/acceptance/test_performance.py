@@ -59,7 +59,7 @@ def test_healthy_noise_is_never_accused(case, bimodal):
     assert failed(found) == set()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(healthy(), st.data())
 def test_a_slow_one_is_always_found_and_nothing_else(case, data):
     kind, count, noise = case
@@ -78,7 +78,7 @@ def test_a_slow_one_is_always_found_and_nothing_else(case, data):
     assert amount(seen.evidence["value"], seen.evidence["unit"]) in seen.seen and "slower" in seen.seen
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(4, 8), st.floats(0.1, 0.7), st.data())
 def test_all_links_of_a_slow_gpu_are_found(count, factor, data):
     """Of four GPUs they are half of all links."""

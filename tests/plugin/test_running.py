@@ -180,20 +180,6 @@ def test_every_import_mode(run, repo, mode):
     run(*GPUS).assert_outcomes(passed=2)
 
 
-def test_helpers_that_only_pytest_can_import_travel_too(run, pytester):
-    package = pytester.mkdir("checks")
-    package.joinpath("__init__.py").touch()
-    package.joinpath("helpers.py").write_text(
-        "import torch\nclass Net(torch.nn.Linear):\n    pass\ndef net(): return Net(2, 3)\n"
-    )
-    package.joinpath("test_it.py").write_text(
-        "import pytest\nfrom . import helpers\nfrom .helpers import net\n"
-        "@pytest.mark.ranks(2)\ndef test_it(rank): assert isinstance(net(), helpers.Net)\n"
-        "def test_in_parent(ranks): assert ranks.run(helpers.net, size=1)[0].weight.shape == (3, 2)\n"
-    )
-    run(*GPUS, "--import-mode=importlib").assert_outcomes(passed=2)
-
-
 def test_misuse_is_refused_by_name(run, pytester):
     pytester.makepyfile(
         """

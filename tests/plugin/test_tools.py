@@ -65,11 +65,13 @@ def test_pdb_opens_where_there_is_something_to_see(typed, pytester):
     assert "5 failed" in output
 
 
-def test_a_debugger_in_a_rank_is_refused(run, pytester):
+def test_a_debugger_in_a_rank_is_refused_and_a_finding_shows_the_call_of_a_check_and_not_its_lines(run, pytester):
+    """But an error of the check itself shows them."""
     pytester.makepyfile(
         test_it="""
         import pdb
         import pytest
+        from mgpu_check.suite.fixtures.checks import assert_devices_are
 
         @pytest.mark.ranks(2)
         def test_breakpoint(rank):
@@ -87,10 +89,20 @@ def test_a_debugger_in_a_rank_is_refused(run, pytester):
         @pytest.mark.ranks(2)
         def test_after(rank):
             pass
+
+        def test_on_devices(gpus):
+            assert_devices_are(gpus, gpus[:1])
+
+        @pytest.mark.ranks(2)
+        def test_on_ranks(rank):
+            assert_devices_are([rank.device], [])
+
+        def test_broken(gpus):
+            assert_devices_are(gpus, None)
         """
     )
     result = run(*GPUS)
-    result.assert_outcomes(failed=3, passed=1)
+    result.assert_outcomes(failed=6, passed=1)
     refused = "RuntimeError: a debugger has no terminal here: this runs in another process than pytest. Print*"
     result.stdout.fnmatch_lines(
         [
@@ -100,6 +112,9 @@ def test_a_debugger_in_a_rank_is_refused(run, pytester):
             f"the node process raised {refused}",
         ]
     )
+    found, broken = result.stdout.str().split("_ test_broken _")
+    assert "assert_devices_are(gpus, gpus[:1])" in found and "assert_devices_are([rank.device], [])" in found
+    assert "checks.py" not in found and "checks.py" in broken
 
 
 def test_trace_is_refused_where_it_would_step_through_the_engine(typed, pytester):
@@ -157,29 +172,6 @@ def test_every_style_of_traceback(run, pytester, style, words):
     assert ("repeat with" in result.stdout.str()) == shown
     if style != "no":
         result.stdout.fnmatch_lines(["*rank 1 of 2 raised AssertionError: assert 1 == 0"])
-
-
-def test_a_finding_shows_the_call_of_a_check_and_not_its_lines(run, pytester):
-    """But an error of the check itself shows them."""
-    pytester.makepyfile(
-        """
-        import pytest
-        from mgpu_check.suite.fixtures.checks import assert_devices_are
-
-        def test_on_devices(gpus):
-            assert_devices_are(gpus, gpus[:1])
-
-        @pytest.mark.ranks(2)
-        def test_on_ranks(rank):
-            assert_devices_are([rank.device], [])
-
-        def test_broken(gpus):
-            assert_devices_are(gpus, None)
-        """
-    )
-    found, broken = run(*GPUS, "-q").stdout.str().split("_ test_broken _")
-    assert "assert_devices_are(gpus, gpus[:1])" in found and "assert_devices_are([rank.device], [])" in found
-    assert "checks.py" not in found and "checks.py" in broken
 
 
 SLOW = """

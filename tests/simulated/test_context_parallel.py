@@ -106,7 +106,7 @@ def without_a_handler(rank, size):
 def sharded(rank, size):
     tensors = importlib.import_module("torch.distributed.tensor")
     mesh, worst = mesh_of(size), 0.0
-    for dim, backend, causal in itertools.product((0, 1), KERNELS, (False, True)):
+    for (dim, causal), backend in itertools.product(((0, False), (1, True)), KERNELS):
         dtype, tolerance = KERNELS[backend]
         given = operands(dtype, 24)
         wanted = exact(given, causal)
