@@ -99,7 +99,17 @@ OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_S
     ("launcher", "ranks", "worlds", "variable", "value", "led"),
     [
         ("mpiexec", *OPEN_MPI, "MASTER_PORT", "29511", ["MASTER_PORT"]),
-        ("srun", ("SLURM_PROCID",), ("SLURM_NTASKS",), "MASTER_ADDR", "localhost", []),  # another name for the same
+        pytest.param(
+            *(
+                "srun",
+                ("SLURM_PROCID",),
+                ("SLURM_NTASKS",),
+                "MASTER_ADDR",
+                "localhost",
+                [],
+            ),  # another name for the same
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_script_finds_the_rank_of_another_launcher(record, launcher, ranks, worlds, variable, value, led):
