@@ -165,6 +165,8 @@ def _standbys(words: Sequence[str]) -> int:
     if line.startswith("-m mgpu_check compare "):
         ranks = re.search(r" --gpus=(\d+) ", line)
         return (int(ranks[1]) if ranks else 2) + COMPARED_ON_ONE_DEVICE
+    if line.startswith("-m mgpu_check doctor "):
+        return 2  # it looks at the GPUs in a process of its own, and then starts ranks
     workers = re.search(r" -n ?([1-9]\d*) ", line)
     # Who hands out the tests counts real devices in a process that ends before those of the workers are there.
     return int(workers[1]) + ("--simulate" not in words) if workers else 1

@@ -73,14 +73,6 @@ def test_a_wrong_call_is_exit_code_4(command: Command) -> None:
     assert "no check was selected; checks are inventory, memory," in text and "Traceback" not in text
 
 
-def test_a_call_that_lacks_a_value_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in (
-        (["--simulate"], "--simulate needs the number of GPUs, such as --gpus=4 --simulate"),
-        ([*NODE[1:], "--baseline", "-x"], "--baseline needs a value, such as --baseline=h100.json"),
-    ):
-        assert accept.main(arguments) == 4 and words in capsys.readouterr().err
-
-
 def test_workers_of_xdist_are_refused() -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: {"dist": "load", "numprocesses": 2}[name])
     with pytest.raises(pytest.UsageError, match="uses all GPUs at once, and runs in one process: leave out -n 2"):
@@ -97,6 +89,13 @@ def test_a_glance_finds_a_wrong_link_and_says_what_it_left_out(command: Command)
     assert [resolve({"gpu_level": level}, {}, {}).depth for level in ("glance", "long")] == ["quick", "long"]
 
 
+def test_a_counter_that_grows_is_found_and_its_gpu_accused(command: Command) -> None:
+    """A weekly run plants all faults."""
+    text = command(*NODE, "--plant=ecc-uncorrected-grows:device=1", "-k", "health", code=1)
+    assert text.splitlines()[-1] == "REJECTED on 2 SIMULATED cpu GPUs: GPU 1; only health ran"
+    assert "  finding: MGPU-ECC-UNCORRECTED; severity reset, action reset-gpu" in text
+
+
 def test_the_pytest_process_plans_an_acceptance_without_torch() -> None:
     code = (
         "import sys, mgpu_check.acceptance.run; from mgpu_check.acceptance.faults import all_hardware_faults as faults; "
@@ -105,6 +104,7 @@ def test_the_pytest_process_plans_an_acceptance_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow  # most of it is the collection, as of a wrong call
 def test_collecting_gives_no_verdict(command: Command) -> None:
     text = command(*NODE, "--collect-only")
     assert "test_memory.py" in text

@@ -211,16 +211,3 @@ def with_measure(**more: Any) -> dict[str, Any]:
 def test_errors_name_file_key_value_and_what_is_valid(document, error):
     with pytest.raises(ValueError, match=error):
         FORM.decoded(document, "b.json")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    (tmp_path / "b.json").write_text("{")
-    for name, error in (
-        ("absent.json", r"absent\.json cannot be read: No such file"),
-        (".", "cannot be read: Is a directory"),
-        ("bytes.json", r"bytes\.json is not UTF-8 text"),
-        ("b.json", r"b\.json is not JSON: .*line 1"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            read_baseline(tmp_path / name)

@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 
 from mgpu_check.acceptance.findings import KINDS, SEVERITIES, identify, judged, listed, table
-from mgpu_check.acceptance.health.checks import examine_troubles
-from mgpu_check.acceptance.node import observations_of
 from mgpu_check.acceptance.plan import read_policy
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
-from mgpu_check.devices.telemetry.sampler import Trouble, TroubleKind
-from mgpu_check.engine.failures import Account, Died, Who
-from mgpu_check.errors import RankFailure
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
 CHANGED: dict[str, Any] = {"changed from": 18}
@@ -73,19 +68,6 @@ def test_an_observation_is_of_its_kind(seen: Observation, name: str) -> None:
     assert identify(seen).id == f"MGPU-{name}"
 
 
-@pytest.mark.parametrize("kind", ["hang", "error", "lost", "xid"])
-def test_each_trouble_of_the_driver_has_a_kind(kind: TroubleKind) -> None:
-    (seen,) = examine_troubles([Trouble(kind, 1, "power", "no", 1.0, 48)])
-    assert identify(seen).id in ("MGPU-DRIVER-HANG", "MGPU-DRIVER-ERROR", "MGPU-GPU-LOST", "MGPU-XID")
-
-
-def test_an_error_of_a_call_has_a_kind() -> None:
-    error = RankFailure("wrong")
-    error.account = Account({0: Died("signal 9", "")}, Who(1))
-    found = observations_of(error, "memory", "it", (1,))
-    assert found is not None and identify(found.observations[0]).id == "MGPU-GPU-NO-ANSWER"
-
-
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_field_that_a_check_judges_has_a_kind(name: str) -> None:
     if FIELDS[name].kind in ("fact", "state", "counter") and name != "ecc_corrected_ever":
@@ -134,14 +116,6 @@ def test_a_wrong_policy_is_refused_with_what_is_valid(tmp_path: Path, text: str,
     with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
         read_policy(path)
     assert told in str(caught.value)
-
-
-def test_a_policy_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.toml cannot be read: No such file or directory. Give a TOML file"):
-        read_policy(tmp_path / "none.toml")
-    (tmp_path / "a.toml").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is not TOML"):
-        read_policy(tmp_path / "a.toml")
 
 
 @pytest.mark.slow

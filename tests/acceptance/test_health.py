@@ -10,9 +10,8 @@ import pytest
 
 from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.health.checks import allowed_growth, examine_growth, examine_health, examine_troubles
+from mgpu_check.acceptance.health.checks import examine_growth, examine_health, examine_troubles
 from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
-from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
@@ -157,17 +156,6 @@ def test_a_baseline_of_the_site_overrides_the_data_sheet(monkeypatch: pytest.Mon
     assert texts == ["it has 4 GPUs, and the data sheet has 8", of_ecc]
 
 
-def test_a_single_gpu_of_a_larger_board_needs_no_links() -> None:
-    for sku in packaged_floors().skus:
-        name = sku.names[0]
-        assert sku.pcie is None or sku.facts(1)["pcie_generation_max"] == sku.pcie.generation, name
-        linked = "SXM" in name or name.startswith(("SIM", "NVIDIA GB", "NVIDIA B"))
-        linked = linked or name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
-        assert ("nvlinks" in sku.facts(8)) == linked or "V100" in name, name
-        assert "nvlinks" not in sku.facts(1) or name.startswith("SIMULATED"), name
-        assert not sku.counts or ({1, 2, 4} <= set(sku.counts) and not {3, 7} & set(sku.counts)), name
-
-
 def test_what_the_baseline_has_and_a_gpu_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     run = watched(monkeypatch, [Override(gpu, "ecc", None) for gpu in GPUS])
     entries = examine_inventory(run.first, references=[Reference("the baseline", {"ecc": "on"})])
@@ -246,10 +234,3 @@ def test_troubles_are_held_against_whom_they_are_about() -> None:
     entries = examine_troubles([trouble for trouble, _ in said])
     assert [(str(entry.subject), entry.outcome) for entry in entries] == [outcome for _, outcome in said]
     assert entries[-1].seen == "Xid 31337" and "catalog" in entries[-1].evidence["advice"]
-
-
-def test_replays_are_allowed_as_the_bit_error_rate_of_pcie_has_them() -> None:
-    gen5 = {"pcie_generation": 5, "pcie_width": 16}
-    gen1 = {"pcie_generation": 1, "pcie_width": 1}
-    assert allowed_growth("pcie_replays", 3600.0, gen5) == pytest.approx(1843 + 6 * 43, abs=3)
-    assert allowed_growth("pcie_replays", 1.0, gen1) < 2

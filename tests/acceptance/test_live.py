@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from mgpu_check.acceptance.report.progress import Live
 from mgpu_check.devices.observations import Observation, Subject
@@ -108,38 +103,3 @@ def test_a_log_has_a_line_for_each_check_and_one_a_minute():
     assert not [text for kind, text in run.terminal.written if kind in ("live", "back")]
     run.live.heard([seen("failed", 1), seen("failed", 1)])
     assert run.terminal.written[-1] == ("red", "memory: GPU 1: wrong")  # the first one is shown at once
-
-
-def test_the_time_left_is_not_guessed_from_one_test_of_many():
-    live = Live(None, {f"test_links.py::test_{n}": "links" for n in range(20)})
-    for n in range(4):
-        assert (live.left() is None) == (n < 3)
-        live.pytest_runtest_logstart(f"test_links.py::test_{n}")
-        live.pytest_runtest_logfinish(f"test_links.py::test_{n}")
-
-
-@pytest.mark.slow
-def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(tmp_path: Path) -> None:
-    tmp_path.joinpath("test_it.py").write_text(
-        "from mgpu_check.plugin.report.terminal import LiveLine\n\n"
-        "def test_it(request):\n"
-        "    line = LiveLine(request.config.pluginmanager.get_plugin('terminalreporter'))\n"
-        "    print('of the test')\n"
-        "    line.stay('of the run')\n"
-        "    assert False\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "no:mgpu_check", "-p", "no:cacheprovider", "test_it.py"]
-    said = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
-    before, _, captured = said.partition("Captured stdout call")
-    assert "of the run\n" in before and "of the run\n" not in captured and "of the test\n" in captured
-
-
-@pytest.mark.parametrize("isatty", [True, False])
-def test_a_phase_with_a_limit_shows_the_time_that_is_left_at_most(isatty: bool) -> None:
-    run = Run(isatty)
-    run.live.phase("second looks at failures", 60.0)
-    run.now += 17.0
-    assert run.live.text() == "[0/4] 17 s, at most 43 s left; no failure in 0 looks: second looks at failures"
-    run.now += 50.0
-    assert "at most 0" in run.live.text()
-    assert bool(run.stayed) is not isatty  # a log has a line at the start

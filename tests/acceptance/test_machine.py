@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,23 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.acceptance.dcgm import test_dcgm
 from mgpu_check.acceptance.faults import all_hardware_faults, hardware_planted, hardware_text, planted_from
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.machine import test_machine
 from mgpu_check.acceptance.machine.checks import (
     _GROWTH_LIMITS,
-    CHUNK,
     Component,
     SimulatedHost,
-    WordPattern,
     _vote,
     environment,
     examine_kernel,
     examine_memory,
     examine_paths,
     log_of_nccl,
-    of_host,
     paths_in,
     paths_of_rank,
     read_kernel,
@@ -38,10 +33,8 @@ from mgpu_check.acceptance.machine.checks import (
     write_tree,
 )
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.plan import CHECKS
 from mgpu_check.acceptance.run_report import Host, RunLog
-from mgpu_check.devices.observations import Observation, Subject, Work
-from mgpu_check.processes.machine import boot_id
+from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.simulated import simulated_node
 from tests.acceptance import run_reports
 
@@ -121,15 +114,6 @@ def test_copies_that_come_back_wrong_are_seen():
     (seen,) = [one for one in found if one.outcome == "failed"]
     assert re.fullmatch(r"\d+ of 131072 words came back wrong while host memory was under load", seen.seen)
     assert (seen.subject, identify(seen).id) == (Subject("download", (1,)), "MGPU-HOST-LINK-DATA")
-
-
-@pytest.mark.parametrize("turn", range(4))
-def test_a_word_of_the_pattern_is_its_index_times_an_odd_number(turn):
-    chunk = torch.empty(5, dtype=torch.int64)
-    WordPattern(turn).write(3 * CHUNK, chunk)
-    right = [((3 * CHUNK + n) * -7046029254386353131 + turn // 2) % 2**64 for n in range(5)]
-    right = [~word % 2**64 for word in right] if turn % 2 else right
-    assert [word % 2**64 for word in chunk.tolist()] == right
 
 
 # --- what the kernel says ---
@@ -318,22 +302,6 @@ def test_a_slower_path_than_there_is_rejects_the_host() -> None:
     assert not wrong(examine_paths(told, bare, {}))
 
 
-@pytest.mark.parametrize(
-    ("numbers", "level", "why"),
-    [
-        ((0,), "standard", "one GPU has no path to another"),
-        ((0, 1), "quick", "at quick, there is no time to start NCCL again"),
-    ],
-)
-def test_paths_that_were_not_tried_are_said(numbers, level, why):
-    recorded: list[Observation] = []
-    node: Any = SimpleNamespace(simulated=False, numbers=numbers, depth=level, hosts={0: [0], 1: [1]})
-    node.record = recorded.extend
-    test_machine.test_the_fabric_is_used(node)
-    skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
-    assert recorded == [skipped, skipped.on((), 1)]
-
-
 def test_paths_are_asked_of_the_ranks_with_the_fabric_of_the_host(healthy):
     asked = []
     plan: Any = SimpleNamespace(level="standard", simulate=None)
@@ -360,20 +328,3 @@ def test_ranks_read_their_own_log_or_say_why_not(ranks, monkeypatch, tmp_path):
     assert paths_of_rank(rank) == paths_in(LOG.splitlines()) and not log.exists()
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: log.write_text("NCCL INFO cudaDriverVersion\n"))
     assert paths_of_rank(rank) == "NCCL's log names no path"
-
-
-def test_the_kernel_of_this_machine_is_judged_beside_its_own_facts_of_before() -> None:
-    here = (socket.gethostname(), boot_id())
-    silent = []
-    for own in ({here: read_kernel()}, {}):
-        entries = test_machine.look_at_kernel([], {**own, ("other", ""): {}}, None)
-        silent.append(sum(next(one for one in entries if one.outcome == "passed").evidence["not known"].values()))
-    assert silent[0] < silent[1] or not read_kernel().keys() - {"host"}
-
-
-def test_no_name_of_a_test_selects_it_with_another_check():
-    """``-k memory`` must not run the tests of this check."""
-    tests = [name for module in (test_machine, test_dcgm) for name in vars(module) if name.startswith("test_")]
-    assert len(tests) == 5
-    clashes = [(test, check) for test in tests for check in CHECKS if check in test.replace("test_dcgm_", "")]
-    assert clashes == []

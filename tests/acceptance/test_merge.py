@@ -62,19 +62,6 @@ def test_the_worst_verdict_counts_and_outliers_are_named(files, tmp_path, capsys
     assert "host n2" in (tmp_path / "all.html").read_text()
 
 
-def test_parts_subjects_and_evidence_keep_their_gpu():
-    first, second = node("n0", run_reports.good(4, 5.0)), node("n1", run_reports.bad())
-    whole = joined(first, second)
-    gpu, link = whole.verdict.accusations
-    assert gpu.part == Part("gpu", (7,)) and link.part == Part("link", (4, 9))
-    assert [whole.observations[number].subject for number in gpu.observations] == [Subject("gpu", (7,))] * 5
-    assert [whole.observations[number].subject for number in link.observations] == [Subject("copy", (4, 9))] * 2
-    assert {whole.observations[number].check for number in whole.verdict.unexplained} == {"collectives"}
-    assert whole.verdicts[0].kind == "ACCEPTED" and whole.verdicts[1].accusations == whole.verdict.accusations
-    assert {sample.gpu for sample in whole.samples} == set(range(12))
-    assert {run.host for run in whole.checks} == {0, 1} and len(whole.checks) == 16
-
-
 def joined(*reports: RunReport) -> RunReport:
     return merge({f"{number}.json": report for number, report in enumerate(reports)}, "mgpu-check accept merge")
 
@@ -126,17 +113,6 @@ def test_a_gpu_that_moved_to_another_host_is_named():
     both = joined(old, new)
     assert {one.kind for one in both.verdicts.values()} == {"INCONCLUSIVE"}
     assert "at the same time: compare the labels" in both.verdict.unknown[0]
-
-
-def test_names_have_hosts():
-    both = run_reports.two_hosts()
-    names: dict[Part | Subject, str] = {
-        Part("link", (1, 5)): "link GPU 1 -> GPU 5 (cuda:1 of node-a -> cuda:1 of node-b)",
-        Part("link", (4, 6)): "link GPU 4 -> GPU 6 (cuda:0 -> cuda:2 of node-b)",
-        Part("host", (1,)): "host node-b",
-        Subject("group", (0, 4)): "group of GPUs 0, 4 (of node-a, node-b)",
-    }
-    assert {part: summary.name_of(both, part) for part in names} == names
 
 
 def test_rivals_and_shared_evidence_keep_their_gpu():

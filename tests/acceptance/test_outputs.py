@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,11 @@ import pytest
 
 from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.report import page, summary
-from mgpu_check.acceptance.report.files import brief, read, shortened, write
+from mgpu_check.acceptance.report.files import brief, read, write
 from mgpu_check.acceptance.report.page import health_of
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Observation, Subject
 from tests.acceptance import run_reports
-
-Command = Callable[..., str]
 
 
 def judged_report(report: RunReport) -> RunReport:
@@ -68,22 +65,6 @@ def test_samples_are_thinned_and_those_with_low_clocks_and_grown_counters_stay()
     rows = [health_of([sample for sample in one.samples if sample.gpu == 3]) for one in (short, whole)]
     grown = [[row for row in some if "sent again" in row[0]] for some in rows]
     assert grown[0] == grown[1] != []
-
-
-@pytest.mark.slow  # most of an acceptance, twice
-def test_a_report_of_four_gpus_is_short_and_evidence_has_the_rest(command: Command, tmp_path: Path) -> None:
-    node = ("accept", "--gpus=4", "--simulate", "--gpu-level=quick", "-k", "compute or health", "--hypothesis-seed=1")
-    command(*node, "--report=short.json")
-    command(*node, "--report=whole.json", "--evidence")
-    short, whole = (tmp_path / f"{name}.json" for name in ("short", "whole"))
-    assert short.stat().st_size < 160_000 < whole.stat().st_size
-    assert summary.tallies(read(short))["compute"] == summary.tallies(read(whole))["compute"]
-    assert all(entry.times == 1 for entry in read(whole).observations)
-
-
-def test_only_json_is_shortened() -> None:
-    report = run_reports.good(2)
-    assert shortened(Path("a.html"), report) is report and shortened(Path("a.JSON"), report) is not report
 
 
 # Prometheus

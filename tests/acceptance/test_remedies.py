@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -85,27 +83,3 @@ def test_a_finding_whose_subject_is_not_accused_asks_to_inspect_the_node(name: s
 def test_a_warning_keeps_its_action() -> None:
     entries = [replace(failed("MGPU-XID-PAST", Subject("gpu", (1,))), outcome="passed", ruling="warn")]
     assert list(of_symptoms(listed(entries), entries, [])) == listed(entries)
-
-
-LANES = [f"product-lane:device={device}" for device in range(3)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("level", "check", "plants", "part", "action"),
-    [
-        ("glance", "links", ["copy-out:device=1"], Part("gpu", (1,)), "reset-gpu"),
-        ("quick", "compute", LANES, Part("host", (0,)), "inspect-node"),
-    ],
-)
-def test_a_run_asks_to_do_what_suits_the_part(
-    command: Callable[..., str], tmp_path: Path, level: str, check: str, plants: list[str], part: Part, action: str
-) -> None:
-    node = ("accept", "--gpus=3", "--simulate", f"--gpu-level={level}", "-k", check, "--report=node.json")
-    text = command(*node, *(f"--plant={plant}" for plant in plants), code=1)
-    report = json.loads((tmp_path / "node.json").read_text())
-    (accusation,) = report["verdict"]["accusations"]
-    assert (accusation["part"], accusation["severity"]) == ({"kind": part.kind, "members": [*part.members]}, "isolate")
-    assert accusation["action"] == action and f"severity isolate, action {action}" in text
-    assert {finding["action"] for finding in report["findings"]} == {"inspect-node"}
-    assert all(str(part) in finding["advice"] for finding in report["findings"])

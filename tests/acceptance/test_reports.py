@@ -13,14 +13,11 @@ import jsonschema
 import pytest
 
 from mgpu_check.acceptance.plan import CHECKLIST
-from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.report.files import SCHEMA, check_paths, clear, read, to_json, write
 from mgpu_check.acceptance.report.files import schema as published
-from mgpu_check.acceptance.report.page import health_of
 from mgpu_check.acceptance.report.summary import lines, rates
 from mgpu_check.acceptance.run_report import CheckRun, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Part, Subject, Work
-from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from tests.acceptance import run_reports
 from tests.acceptance.report_pages import report
 
@@ -131,20 +128,6 @@ def test_a_page_without_the_extra_is_refused_before_a_run(monkeypatch, tmp_path)
         write(tmp_path / f"a.{suffix}", report("one GPU"))
 
 
-def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "a.prom"
-    write(path, report("one GPU"))
-    before = path.read_text()
-
-    def broken(found):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(summary, "to_prometheus", broken)
-    with pytest.raises(ZeroDivisionError):
-        write(path, report("bad"))
-    assert path.read_text() == before and [found.name for found in tmp_path.iterdir()] == ["a.prom"]
-
-
 # The terminal
 
 
@@ -200,14 +183,6 @@ def test_the_headline():
     }
 
 
-def test_a_hundred_failures_are_eight_lines():
-    failed = Observation("memory", Subject("gpu", (0,)), "failed", "wrong")
-    verdict = Verdict("REJECTED", unexplained=tuple(range(100)))
-    said = lines(replace(report("one GPU"), verdict=verdict, observations=(failed,) * 100))
-    assert said[0] == "REJECTED: 100 failures that no part explains"
-    assert sum("memory: GPU 0: wrong" in line for line in said) == 7 and "  … and 93 more" in said
-
-
 def test_a_run_in_which_nothing_was_seen_is_reported(tmp_path):
     empty = replace(
         report("one GPU"),
@@ -218,24 +193,6 @@ def test_a_run_in_which_nothing_was_seen_is_reported(tmp_path):
         write(tmp_path / f"a.{suffix}", empty)
     assert read(tmp_path / "a.json") == empty
     assert lines(empty)[0] == "INCONCLUSIVE: no check ran" and "no check ran" in (tmp_path / "a.html").read_text()
-
-
-def test_health_counts_what_has_grown_in_this_run_only():
-    values = [{"ecc_corrected": 5, "pcie_replays": n, "throttle": "power cap, idle", "power": None} for n in (7, 9, 12)]
-    rows = health_of([TelemetrySample(float(at), 0, value) for at, value in enumerate(values)])
-    assert ("packets sent again over PCIe", "5 more in this run, now 12 packets", True) in rows
-    assert not [row for row in rows if row[0].startswith(("corrected", "clocks held", "power"))]
-    assert ("not known to the device", "power", False) in rows
-    assert health_of([]) == [("telemetry", "none", False)]
-
-
-def test_the_least_work_of_joined_accounts_is_that_of_the_host_with_least():
-    runs = tuple(
-        CheckRun("memory", 0.0, 5.0 + n, "passed" if n else "unknown", least=Work(bytes=10 + n), why=f"why {n}", host=n)
-        for n in range(2)
-    )
-    joined = replace(report("two hosts"), checks=runs, observations=(), verdict=Verdict("INCONCLUSIVE"))
-    assert any(re.fullmatch(r"memory +unknown +6 s +0 +0 +0 +0 +10 B; node-a: why 0", line) for line in lines(joined))
 
 
 def test_the_rarest_fault_that_is_found_follows_from_the_work():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +14,11 @@ from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.performance.checks import judge
 from mgpu_check.acceptance.performance.test_performance import test_gpus_and_links_are_fast_enough as check
 from mgpu_check.acceptance.plan import Plan
-from mgpu_check.acceptance.report.page import heat_maps, others
-from mgpu_check.acceptance.report.summary import lines, slowness
 from mgpu_check.acceptance.run_report import RunLog
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Measurement, Part, Subject, median_and_spread
 from mgpu_check.settings import activate, resolve
-from tests.acceptance.speeds import KINDS, NONE, SIZE, all_of, failed, gpus, measurement, node, of_measurements, report
+from tests.acceptance.speeds import KINDS, NONE, SIZE, all_of, failed, gpus, measurement, node, of_measurements
 
 # --- a second look ---
 
@@ -73,14 +70,6 @@ def test_what_was_not_measured_again_keeps_its_failure():
     assert failed(found) == {(2,)}
 
 
-def test_a_report_says_how_slow_a_part_must_be_to_be_found():
-    made = [*node("gpu", 4, lambda m: 1.0), *node("copy", 2, lambda m: 1.0)]
-    found = replace(report("a", 1.0), observations=tuple(judge(made, gpus(4), floors=NONE)))
-    told = slowness(found)
-    assert told == "a part slower than its peers by 20% (x) is found; 4 of 6 speeds have peers"
-    assert told in "\n".join(lines(found)) and slowness(report("a", 1.0)) == ""
-
-
 # --- pairs in collectives ---
 
 
@@ -99,14 +88,6 @@ def test_a_gpu_or_a_pair_that_is_slow_in_collectives_of_pairs_is_found(count):
         named = set(explain([judged(o, {}) for o in found], [0] * count).parts)
         assert named == ({Part("gpu", (1,))} if len(wrong) > 1 else {Part("link", (0, 2)), Part("link", (2, 0))})
     assert not failed(judge(in_pairs(count, lambda p: 1.0), gpus(count), floors=NONE))
-
-
-def test_pairs_in_collectives_have_a_matrix():
-    pairs = replace(report("a", 1.0), measurements=tuple(in_pairs(4, lambda p: 0.5 if p == (0, 2) else 1.0)))
-    (matrix,) = [one for one in heat_maps(pairs) if "pair" in one.heading]
-    assert matrix.heading == "All_reduce of a pair, 64 MiB, in GB/s"
-    assert matrix.grid.values[0][2] == matrix.grid.values[2][0] == 5e10 and matrix.grid.values[1][1] is None
-    assert others(pairs) == []
 
 
 # --- noise ---

@@ -14,7 +14,6 @@ from mgpu_check.acceptance.training.checks import (
     Departure,
     Divided,
     departures,
-    elements_that_differ,
     judge,
     train_alike,
 )
@@ -82,11 +81,6 @@ def test_a_training_that_changes_nothing_is_no_pass():
     assert [one.outcome for one in found] == ["failed", "failed"]
 
 
-def test_bytes_are_compared_where_elements_cannot_be():
-    assert elements_that_differ(b"abc", b"abd", 4) == {"elements": 1, "of": 3, "at": [2], "bits": ["0x07"]}
-    assert elements_that_differ(b"abcd", b"ab", 2)["elements"] == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_a_digest_sees_every_bit(dtype):
     tensors = [torch.arange(3).to(dtype), torch.tensor(7).to(dtype), torch.arange(6).to(dtype).view(2, 3).T]
@@ -146,10 +140,10 @@ def test_right_gpus_train_alike(precision):
         pytest.param(3, "functions:device=2", ("gpu", (2,)), marks=pytest.mark.slow),
         (3, "reduction", ("gpu", (1,))),  # the checksum is wrong, the data are not
         (2, "product-flutters", ("gpu", (1,))),  # differs from itself
-        (2, "product-nan:every=1", ("gpu", (1,))),  # always wrong, and far from the host
-        (1, "product-nan:every=1,device=0", ("gpu", (0,))),
+        (1, "product-nan:every=1,device=0", ("gpu", (0,))),  # always wrong, and far from the host
+        pytest.param(2, "product-nan:every=1", ("gpu", (1,)), marks=pytest.mark.slow),
         (2, "upload-truncated", ("upload", (1,))),
-        (2, "download-truncated", ("download", (1,))),
+        pytest.param(2, "download-truncated", ("download", (1,)), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_broken_is_accused(count, fault, accused):

@@ -21,7 +21,7 @@ ONE_HOST = (0,) * 16
 
 def drawing(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Draw arguments, without a limit of time, which a busy machine exceeds."""
-    return lambda test: settings(deadline=None)(given(**strategies)(test))
+    return lambda test: settings(max_examples=40, deadline=None)(given(**strategies)(test))
 
 
 def subjects(count: int) -> Iterator[tuple[str, Subject]]:
@@ -144,25 +144,6 @@ def test_none_of_several_alike_is_accused(count: int) -> None:
     assert found.parts == {}
     assert [seen[number].outcome for number in found.unexplained] == ["failed"]
     assert set(found.rivals) == {(Part("gpu", (gpu,)),) for gpu in range(count)}
-
-
-def copies(*pairs: tuple[int, int]) -> list[tuple[str, Subject]]:
-    return [("links", Subject("copy", pair)) for one, other in pairs for pair in ((one, other), (other, one))]
-
-
-def test_gpus_in_turn_are_rivals() -> None:
-    """The copies between 0 and 1, 1 and 2, 2 and 3, 3 and 0 fail: GPUs 0 and 2 explain them, and so do GPUs 1 and
-    3."""
-    found = explain(run(4, *copies((0, 1), (0, 3), (1, 2), (2, 3))), ONE_HOST)
-    assert found.parts == {}
-    assert set(found.rivals) == {tuple(Part("gpu", (gpu,)) for gpu in pair) for pair in ((0, 2), (1, 3))}
-
-
-def test_what_is_certain_is_named_beside_rivals() -> None:
-    broken = [*copies((0, 1), (0, 3), (1, 2), (2, 3)), ("memory", Subject("gpu", (5,)))]
-    found = explain(run(6, *broken), ONE_HOST)
-    assert set(found.parts) == {Part("gpu", (5,))}
-    assert len(found.unexplained) == 8 and len(found.rivals) == 2
 
 
 @pytest.mark.parametrize("bad", [[0], [0, 1, 2], [0, 1, 2, 3], list(range(8))])

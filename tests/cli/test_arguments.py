@@ -78,16 +78,6 @@ def test_an_option_without_its_value_is_named_with_a_remedy(
             assert any(word in output for word in ("give", "needs a value", "choose")), (form, output)
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0] if words else "suite")
-@pytest.mark.parametrize("form", [(), ("--",), ("",), ("--", "--"), ("-k",), (*NODE, "-k"), ("--gpus", "--simulate")])
-def test_no_form_of_a_command_is_a_traceback(
-    words: tuple[str, ...], form: tuple[str, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = main([*words, *form])
-    assert code == 0 if "-k" not in form and "--gpus" not in form else code == 4
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
 PARSERS: dict[tuple[str, ...], Callable[[], argparse.ArgumentParser]] = {
     ("compare",): compare._parser,
     ("record",): record._parser,
@@ -122,11 +112,3 @@ def test_what_a_parser_does_not_know_is_exit_code_4(words: tuple[str, ...], capf
     assert main([*words, "--no-such-option"]) == 4
     assert main([*words, "-h"]) == 0
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_the_list_of_defects_is_printed_for_both_spellings(capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
-    for form in (("--plant=list",), ("--plant", "list")):
-        assert main(["accept", *form]) == 0
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1] and "copy-zeros" in told[0]

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from mgpu_check.__main__ import main
+from mgpu_check.plugin.report.replay import CommandLine
+from mgpu_check.settings import resolve
 from tests.models.test_examination import report, way
 
 NETS = Path(__file__).parents[1] / "models" / "nets.py"
 
 
-def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(command, tmp_path):
-    report(*map(way, ("ddp", "tp-layers"))).write(str(tmp_path / "golden.json"))
-    options = ("--ways=ddp,tp-layers,hsdp", "--report=model.json", "--golden=golden.json", "-k", "not options")
+WRONG = {"tp-layers": "differs"}  # tests of the examination find it on each day
+
+
+@pytest.mark.parametrize("wrong", [{}, pytest.param(WRONG, marks=pytest.mark.slow)], ids=["right", "wrong"])
+def test_the_table_says_what_is_equal_what_differs_and_what_has_changed(command, tmp_path, wrong):
+    expected = {"ddp": "equal", **wrong, "hsdp": "not applicable"}
+    report(*map(way, ("ddp", *wrong))).write(str(tmp_path / "golden.json"))
+    options = (f"--ways={','.join(expected)}", "--report=model.json", "--golden=golden.json", "-k", "not options")
     text = command("model", f"{NETS}:Tied", "--gpus=2", "--simulate", *options, code=1)
     assert "Tied, 273 parameters, on 2 SIMULATED GPUs\n  batch: tokens [n, 8] of integers below 16" in text
-    assert "trains as on one device under ddp; differs under tp-layers" in text
-    assert f" model {NETS}:Tied --gpus=2 --simulate" in text
+    assert f"trains as on one device under ddp{'; differs under tp-layers' if wrong else ''}" in text
+    assert (f" model {NETS}:Tied --gpus=2 --simulate" in text) == bool(wrong)  # the line that repeats a failure
     changed = [line for line in text.splitlines() if line.startswith("since golden.json: CHANGED: ")]
-    assert [line.split()[3] for line in changed] == ["tp-layers:", "hsdp:"]
+    assert [line.split()[3] for line in changed] == [f"{name}:" for name in (*wrong, "hsdp")]
     table = json.loads((tmp_path / "model.json").read_text())
     statuses = {result["way"]: result["status"] for result in table["results"]}
-    assert statuses == {"ddp": "equal", "tp-layers": "differs", "hsdp": "not applicable"}
-    assert table["exit_code"] == 1
+    assert statuses == expected
+    assert table["exit_code"] == (1 if wrong else 0)
 
 
 @pytest.mark.slow
@@ -43,24 +52,30 @@ def test_functions_beside_the_model_give_batch_and_loss(command, tmp_path):
     ("arguments", "message"),
     [
         ([], "the first argument is the model, such as transformers:Qwen3ForCausalLM"),
-        (["train:Net", "--gpus=2", "--simulate", "--ways=ddp,sp"], "--ways: 'ddp,sp' is not valid; 'sp' is no way"),
-        (["train:Net", "--gpus=2", "--simulate", "-n", "2"], "the ways run in one process: leave out -n 2"),
-        (["train:Net", "--gpus=2", "--simulate", "--golden=a.md"], "--golden: 'a.md' is not valid; choose a file"),
-        (
-            ["train:Net", "--gpus=2", "--simulate", "--report=no/a.md"],
-            "'no/a.md' is not valid; there is no directory no",
-        ),
         (["train:Net", "--simulate"], "--simulate needs the number of GPUs"),
     ],
 )
-def test_wrong_arguments_are_refused(command, arguments, message):
-    assert message in command("model", *arguments, code=4)
+def test_wrong_arguments_are_refused(capsys, arguments, message):
+    assert main(["model", *arguments]) == 4
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("test", "code", "counts"),
-    [("right", 2, "1 passed, 2 skipped"), pytest.param("wrong", 1, "1 failed", marks=pytest.mark.slow)],
+    ("option", "value", "message"),
+    [
+        ("model_ways", "ddp,sp", "--ways: 'ddp,sp' is not valid; 'sp' is no way"),
+        ("model_golden", "a.md", "--golden: 'a.md' is not valid; choose a file"),
+        ("model_report", "no/a.md", "--report: 'no/a.md' is not valid; there is no directory no"),
+    ],
 )
+def test_wrong_values_are_refused_by_the_name_that_was_typed(option, value, message):
+    typed = CommandLine(("model", "train:Net"), (), "--model-").origin_of
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve({"gpus": "2", "simulate": "cpu", option: value}, {}, {}, typed)
+
+
+@pytest.mark.slow  # beside the table, of which the same hooks of pytest decide the exit code
+@pytest.mark.parametrize(("test", "code", "counts"), [("right", 2, "1 passed, 2 skipped"), ("wrong", 1, "1 failed")])
 def test_the_ways_run_beside_the_tests_of_the_user(command, tmp_path, test, code, counts):
     (tmp_path / "test_own.py").write_text("def test_right(): pass\n\ndef test_wrong(): assert False\n")
     options = [f"--model-target={NETS}:Net", "--model-ways=hsdp", "-c", "/dev/null", f"test_own.py::test_{test}"]

@@ -51,6 +51,7 @@ def test_all_ranks_on_one_device(compare, tutorial, changed):
     assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in outcome.text
 
 
+@pytest.mark.slow  # beside the rank that ends with a signal after it has raised
 def test_a_rank_that_is_killed(compare, by_hand, changed):
     kill = "    if rank == 1: import signal; os.kill(os.getpid(), signal.SIGSEGV)\n"
     outcome = compare(changed(by_hand, (STEP, kill + STEP)), code=1)
@@ -122,26 +123,17 @@ def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand,
         ("-- -m", "-m needs the name of a module"),
         ("nowhere.py", "no such script: nowhere.py"),
         ("-- torchrun --nnodes=2", "torchrun --nnodes=2 names no Python script: compare starts the ranks"),
-        ("-- -m torch.distributed.run", "torch.distributed.run names no Python script"),
-        ("-- python3 -u", "no script given for python3: name one, or a module with -m"),
         ("-- sh train.sh", "sh is a program, but compare runs Python scripts only: give the script that it starts"),
         ("-- horovodrun -np 2 python a.py", "in place of horovodrun: Horovod's ranks find each other"),
         ("-- srun -l env LR=1 python a.py", "set the variables before mgpu-check"),
         ("-- srun numactl --cpunodebind=0 a.py", "numactl before the script would have no effect"),
-        ("-- mpirun -np 2 bash run.sh", "a shell is no Python script"),
         ("-- python -m torch.distributed.launch a.py", "add --use-env"),
-        ("-- torchrun --log-dir env nowhere.py", "no such script: nowhere.py"),
-        ("--verbose nowhere.py", "--verbose"),
         ("--gpus=3 -- a.py --b={64/W}",
          "{64/W} is not an integer for W = 3; choose a number of ranks that divides it, or write {64//W}"),
         ("--gpus=3 -- a.py {W/0}", "{W/0} is not a valid expression for W = 1"),
-        ("--gpus=3 -- a.py '{W W}'", "{W W} is not a valid expression for W = 1"),
-        ("--gpus=3 -- a.py {W**2}", "{W**2} is not a valid expression for W = 1"),
         ("--gpus=3 -- a.py {W(2)}", "{W(2)} is not a valid expression for W = 1"),
-        ("a.trace --json o.json", "1 traces given: a.trace; give two"),
         ("a.trace b.trace --such", "unrecognized arguments: --such"),
         ("a.trace", "1 traces given: a.trace; give two: compare A.trace B.trace"),
-        ("a.trace b.trace c.trace", "3 traces given"),
         ("--golden=g a.trace b.trace", "two traces are compared without running a script; only"),
         ("--golden=g --against=HEAD a.py", "--against and --golden say what to compare with"),
         ("--a=--tp=2 a.py", "--a and --b are the arguments of two runs; give both"),
@@ -177,13 +169,6 @@ def test_a_page_without_the_extra_is_wrong_usage_before_anything_runs(monkeypatc
     stopped = capsys.readouterr()
     assert "a page needs jinja2, not installed here; do: pip install 'mgpu-check[report]'" in stopped.err
     assert "it has run" not in stopped.out + stopped.err and not tmp_path.joinpath("o.html").exists()
-
-
-def test_help_tells_the_exit_codes(capsys):
-    assert command(["compare", "--help"]) == 0
-    text = capsys.readouterr().out
-    codes = "0 equal   1 differs", "2 not comparable", "undecided", "3 internal error", "4 wrong usage"
-    assert [words for words in ("--timeout=SECONDS", *codes) if words not in text] == []
 
 
 def test_an_error_of_the_command_itself_is_no_difference(monkeypatch, tmp_path, capsys):

@@ -22,11 +22,12 @@ def test_one_device_calls_an_inner_module_and_the_ranks_a_wrapper(compare, words
     assert "equal: 1 steps on 2 ranks train the same 6 parameters" in outcome.text
 
 
+@pytest.mark.slow  # beside the sum in place of a mean of `test_scripts.py`, and the choice of the common call below
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (("masked", "sum"), 1, "looks like world-size-factor"),
-        pytest.param(("other",), 2, "0 of them are among the 2 samples of one device", marks=pytest.mark.slow),
+        (("other",), 2, "0 of them are among the 2 samples of one device"),
     ],
 )
 def test_samples_decide_as_before(compare, words, code, said):

@@ -19,6 +19,7 @@ UNREADABLE = (
 )
 
 
+@pytest.mark.slow  # beside the modules and tensors of `tests/torch_hooks/test_values.py`
 def test_replaced_and_overridden_attributes_are_not_called(compare):
     outcome = compare(script("shadowed"), *SIMULATED, "--steps=2", code=0)
     assert "equal: 2 steps on 2 ranks train the same 7 parameters" in outcome.text

@@ -12,7 +12,6 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.first_difference import compared_output, describe_outputs, first_difference
 from mgpu_check.compare.in_script.perturbations import Perturbation
 from mgpu_check.compare.in_script.recorder import ScriptRecorder
-from mgpu_check.compare.page import heat_pictures
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import OutputSummary, Writer, joined_outputs, whole_output
 from tests.compare.training import Training, gradients
@@ -115,18 +114,6 @@ def test_an_output_that_differed_while_all_was_right_proves_nothing():
     text = told({"a": WHOLE}, [{"a": lambda number: always if number else WHOLE}] * 2)
     assert "the first output that differs is that of a, on ranks 0-1" in text
     assert told({}, [{}]) is None
-
-
-def test_the_rows_of_the_picture():
-    off = OutputSummary(7, 6.0, 3.0, 32)
-    right = {"a": part(0.5), "": part(0.5)}
-    found, rounding = aligned({"a": WHOLE, "": WHOLE}, [right, {**right, "": lambda n: off if n else part(0.5)}])
-    (picture,) = heat_pictures(found, rounding, None)
-    assert list(picture.rows["forward"]) == ["mean loss of the ranks", "output of a", "output of the model"]
-    assert [cell.text for cell in picture.rows["forward"]["output of a"]] == ["", "", ""]
-    first, second, _ = picture.rows["forward"]["output of the model"]
-    assert first.text == "" and second.shade
-    assert second.lines[0].startswith("the output of the model: norm: 6.63325 instead of 4; ")
 
 
 @pytest.fixture

@@ -6,21 +6,17 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mgpu_check import pages
 from mgpu_check.cli.compare import main
-from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.page import Curve, draw, heat_pictures, joined_modules, shown_steps
+from mgpu_check.compare.page import Curve, draw, heat_pictures
 from mgpu_check.compare.traces.files import write_run
 from mgpu_check.compare.traces.run_comparison import compare_runs
 from tests.compare.test_trace_files import rounded, run
-from tests.compare.training import Training, gradients, having, other
+from tests.compare.training import gradients, having, other
 
-STYLE = Path(pages.__file__).with_name("pages.html").read_text()
 NAME = "{http://www.w3.org/2000/svg}"
 
 
@@ -32,56 +28,6 @@ def texts(svg: ET.Element) -> list[str]:
     return [element.text or "" for element in svg.iter(f"{NAME}text")]
 
 
-def of(svg: ET.Element, style: str) -> list[ET.Element]:
-    return [element for element in svg.iter(f"{NAME}g") if element.get("class") == style]
-
-
-def marks(group: ET.Element) -> list[ET.Element]:
-    return [element for element in group.iter(f"{NAME}path") if element.get("class") == "mark"]
-
-
-def points(group: ET.Element) -> list[tuple[float, float]]:
-    line = next(group.iter(f"{NAME}path"))
-    return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", line.get("d"))]
-
-
-def test_axes_curves_and_the_first_difference():
-    svg = picture(Curve("one device", [4.0, 2.0, 1.0], "one"), Curve("ranks", [4.0, 3.0, 3.0], "ranks"), mark=2)
-    assert svg[0].text == "A title"
-    for text in ("optimizer step", "loss", "one device", "ranks", "1", "2", "3", "step 2: first difference"):
-        assert text in texts(svg)
-    (one,), (ranks,), (mark,) = of(svg, "one"), of(svg, "ranks"), of(svg, "marked")
-    assert points(one)[0] == points(ranks)[0]
-    assert [x for x, _ in points(one)] == sorted({x for x, _ in points(one)})
-    heights = [y for _, y in points(one)]
-    assert heights[0] < heights[1] < heights[2] and points(ranks)[1][1] == points(ranks)[2][1] < heights[1]
-    assert points(mark)[0][0] == points(one)[1][0]
-    # Told apart by their marks and dashes, too.
-    assert [len(marks(one)), len(marks(ranks))] == [3, 3] and marks(one)[0].get("d") != marks(ranks)[0].get("d")
-    assert re.search(r"\.ranks \.line \{[^}]*stroke-dasharray", STYLE)
-    # And read without a look at the axes.
-    assert one[0].text == "one device: 1 to 4, at the end 1" and marks(one)[1][0].text == "one device, 2: 2"
-
-
-def test_ticks_are_round_numbers_that_differ():
-    for values, ticks in (
-        ([0.1, 0.9], ["0.2", "0.4", "0.6", "0.8"]),
-        ([1e5, 1e5 + 0.3], ["100000.00", "100000.05", "100000.10", "100000.30"]),
-        ([-3e9, 3e9], ["-2e+09", "-1e+09", "0", "3e+09"]),
-        ([7.0, 7.0], ["6.4", "7.0", "7.6"]),
-        ([0.0, 3e-7], ["0", "5e-08", "1.0e-07", "1.5e-07"]),
-    ):
-        shown = texts(picture(Curve("one", values, "one")))
-        assert [tick for tick in ticks if tick not in shown] == [], shown
-
-
-def test_a_logarithmic_scale():
-    svg = picture(Curve("deviation", [1e-3, 0.0, 1e3], "ranks"), logarithmic=True)
-    assert {"1e-3", "1e0", "1e3"} <= set(texts(svg))
-    line = next(of(svg, "ranks")[0].iter(f"{NAME}path")).get("d")
-    assert "L" not in line  # a gap where there is no logarithm
-
-
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_whatever_the_values_are_it_is_a_picture(logarithmic):
     odd: list[list[Any]] = [[], [None], [1.0], [0.0, 0.0], [math.nan, math.inf], [-5.0, 7.0], [5e-324, 1.7e308]]
@@ -91,32 +37,7 @@ def test_whatever_the_values_are_it_is_a_picture(logarithmic):
         assert "a < b" in texts(svg)
 
 
-def test_a_long_run_is_thinned_out():
-    svg = picture(Curve("one", [float(i % 7) for i in range(100_000)], "one"))
-    assert 100 < len(points(of(svg, "one")[0])) <= 2001
-    assert len(texts(svg)) < 40
-
-
-def test_a_figure_brings_no_ids_and_no_colours_of_its_own():
-    curves = (Curve("one device", [4.0, 2.0, 1.0], "one"), Curve("ranks", [4.0, 3.0, 3.0], "ranks"))
-    svg = draw("A title", "loss", curves, mark=2)
-    assert not re.findall(r"\b(?:id|fill|stroke|href|font-family)=|<style|var\(|#", svg)
-    looks = set(re.findall(r'class="([^"]+)"', svg))
-    for look in {one for names in looks for one in names.split()} - {"key", "middle"}:
-        assert f".{look} " in STYLE, look
-
-
-def test_every_colour_has_a_value_for_light_and_for_dark_ground(tmp_path):
-    template = tmp_path / "page.html"
-    template.write_text('{% extends "pages.html" %}{% block title %}{{ words }}{% endblock %}')
-    page = pages.render(template, version="1.2", words="<b>&")
-    assert "<title>&lt;b&gt;&amp;</title>" in page
-    light, dark = (
-        dict(re.findall(r"--(\w+): (#\w+)", root)) for root in re.findall(r":root \{(.*?)\}", page, re.DOTALL)
-    )
-    assert light.keys() == dark.keys() == set(re.findall(r"var\(--(\w+)\)", page)) - {"ink", "heat"}
-
-
+@pytest.mark.slow  # beside the page of two runs
 def test_the_page_of_a_difference(compare, by_hand, changed):
     mean = "            p.grad /= world\n"
     halved = mean, mean.replace("world", "2 * world if start == 8 else world")
@@ -167,24 +88,6 @@ def test_what_has_no_tolerance_or_was_not_compared_is_shown_so():
     assert {cell.text for cell in both.rows["backward: gradients"]["net"]} == {"?"}
     (both,) = heat(run(), run(change=rounded))
     assert {cell.text for cell in both.rows["backward: gradients"]["net"]} == {"·"}
-
-
-def test_many_steps_and_modules_are_a_selection():
-    assert shown_steps(24, 3) == list(range(1, 25))
-    steps = shown_steps(500, 200)
-    assert {1, 196, 200, 207, 500} <= set(steps) and len(steps) <= 24
-    assert shown_steps(500, None)[:12] == list(range(1, 13)) and 490 in shown_steps(500, 500)
-    names = [f"blocks.{block}.{part}.{kind}" for block in range(30) for part in "ab" for kind in ("weight", "bias")]
-    training = Training()
-
-    def deeper(made) -> None:
-        entry = made.parameters["net.bias"]
-        made.parameters |= {name: replace(entry, name=name, order=order) for order, name in enumerate(names, 2)}
-
-    training.change = deeper
-    modules = joined_modules(Aligned(training.trace(), [training.trace()]), "gradient")
-    assert list(modules) == ["net", *(f"blocks.{block}" for block in range(30))]
-    assert len(modules["blocks.7"]) == 4
 
 
 def test_the_page_of_two_runs(tmp_path, monkeypatch):

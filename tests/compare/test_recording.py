@@ -16,7 +16,7 @@ from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.in_script.models import Names
 from mgpu_check.compare.in_script.parameters import Parameters, States
 from mgpu_check.compare.in_script.perturbations import Perturbation
-from mgpu_check.compare.in_script.summaries import inputs_of, summaries
+from mgpu_check.compare.in_script.summaries import summaries
 from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, TraceError, Writer, chunk_sizes, positions, read
 from mgpu_check.processes.environments import FLOAT32
 from mgpu_check.torch_hooks.tensors import as_bits
@@ -99,7 +99,17 @@ OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_S
     ("launcher", "ranks", "worlds", "variable", "value", "led"),
     [
         ("mpiexec", *OPEN_MPI, "MASTER_PORT", "29511", ["MASTER_PORT"]),
-        ("srun", ("SLURM_PROCID",), ("SLURM_NTASKS",), "MASTER_ADDR", "localhost", []),  # another name for the same
+        pytest.param(
+            *(
+                "srun",
+                ("SLURM_PROCID",),
+                ("SLURM_NTASKS",),
+                "MASTER_ADDR",
+                "localhost",
+                [],
+            ),  # another name for the same
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_script_finds_the_rank_of_another_launcher(record, launcher, ranks, worlds, variable, value, led):
@@ -342,18 +352,6 @@ def test_a_summary_is_what_it_says(count, dtype):
     assert sum(chunk_sizes(count)) == count
     assert summary.sums == pytest.approx([float(part.sum()) for part in wide.split(chunk_sizes(count))])
     assert len(summary.entries(count)) == 1 + len(summary.sums) + len(summary.samples)
-
-
-def test_what_has_no_summary():
-    weight = torch.ones(3, 2).to_sparse()
-    assert summaries([None, torch.ones(0), torch.ones(2), weight])[:2] == [None, None]
-    assert summaries([weight]) == summaries([torch.ones(3, 2)])
-
-
-def test_inputs_are_found_wherever_they_stand():
-    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
-    found = inputs_of((a, [b, "text"]), {"z": d, "y": {"k": c}})
-    assert [int(t) for t in found] == [0, 1, 3 - 1, 3]
 
 
 def names_of(called, *parameters):

@@ -17,6 +17,7 @@ def test_gradients_may_be_reduced_within_the_step(compare):
     assert outcome.json["not_compared"] == {}
 
 
+@pytest.mark.slow  # beside the traces of such mistakes below
 @pytest.mark.parametrize(
     ("old", "new", "tensor", "mistake"),
     [
@@ -26,13 +27,8 @@ def test_gradients_may_be_reduced_within_the_step(compare):
             "gradient",
             "gradients-not-synchronized",
         ),
-        pytest.param(
-            *("                    grad /= world\n", "", "parameter", "world-size-factor"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *('state["momentum"].mul_(0.9)', 'state["momentum"].mul_(0.9 / world)', "parameter", "optimizer-differs"),
-            marks=pytest.mark.slow,
-        ),
+        ("                    grad /= world\n", "", "parameter", "world-size-factor"),
+        ('state["momentum"].mul_(0.9)', 'state["momentum"].mul_(0.9 / world)', "parameter", "optimizer-differs"),
     ],
 )
 def test_a_mistake_within_the_step_is_refuted(compare, changed, old, new, tensor, mistake):

@@ -77,12 +77,8 @@ def test_all_arguments_reach_the_comparison(judged):
     assert (plan.world, plan.steps, plan.timeout, plan.fresh) == (4, 2, 5, False)
     assert (plan.single, plan.several) == ({"GPUS": "1"}, {"GPUS": "4"})
     assert seen.remarks == ["train.py '--batch={8/W}': not compared, accepted by --unjudged: head: frozen"]
-    assert judged(equal, script="-m package.train", size=2).plan.command[1:] == ["-m", "package.train"]
-
-
-def test_autocast_can_be_turned_off(judged):
-    plan = judged(ComparisonVerdict("equal", Report("equal")), float32=True).plan
-    assert (plan.single[FLOAT32], plan.several[FLOAT32]) == ("1", "1")
+    plan = judged(equal, script="-m package.train", size=2, float32=True).plan
+    assert plan.command[1:] == ["-m", "package.train"] and plan.single[FLOAT32] == plan.several[FLOAT32] == "1"
 
 
 def test_an_installed_program_is_a_script(judged, tmp_path, monkeypatch):

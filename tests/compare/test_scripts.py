@@ -149,11 +149,12 @@ TCP = "    dist.init_process_group('gloo', f'tcp://localhost:{port}', rank=rank,
 FREE_PORT = "    import socket\n    with socket.create_server(('', 0)) as server: port = server.getsockname()[1]\n"
 
 
+@pytest.mark.slow  # beside the launchers of `test_recording.py`, whose scripts name an address, too
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        pytest.param(f"{PORT}{INIT}", "sets MASTER_PORT", marks=pytest.mark.slow),
-        pytest.param(f"{HOST}{INIT}", "sets MASTER_ADDR", marks=pytest.mark.slow),
+        (f"{PORT}{INIT}", "sets MASTER_PORT"),
+        (f"{HOST}{INIT}", "sets MASTER_ADDR"),
         (TCP, "names an address"),
     ],
     ids=["port", "host", "tcp"],

@@ -216,10 +216,3 @@ def test_a_commit_that_is_not_there(tmp_path, monkeypatch, capsys):
     assert "has no commit 'nowhere'; give a branch, a tag, or a commit of git log" in capsys.readouterr().err
     assert main(["compare", "--against=HEAD", "--gpus=1", "a.py"]) == 4
     assert "there is no a.py in HEAD (" in capsys.readouterr().err
-
-
-def test_values_without_the_extra(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("mgpu_check.cli.record.installed", lambda: False)
-    tmp_path.joinpath("a.py").touch()
-    assert main(["record", f"--out={tmp_path}/a.trace", "--values=1MB", "--", str(tmp_path / "a.py")]) == 4
-    assert "values need safetensors, not installed here; do: pip install 'mgpu-check[trace]'" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def check_that_devices_are_exclusive_and_all_are_served_in_order(play: Play, pro
         assert not [name for name in answer["left"] if name.startswith("ticket")]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(processes=processes())
 def test_devices_are_exclusive_and_all_are_served_in_order(play, processes):
     check_that_devices_are_exclusive_and_all_are_served_in_order(play, processes)

@@ -8,6 +8,7 @@ import pytest
 
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
+from mgpu_check.plugin.serialization import by_value
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,10 @@ def pool(warm_pool: RankPool) -> Iterator[RankPool]:
     warm_pool.begin_test()
     yield warm_pool
     warm_pool.end_test(failed=True)
+
+
+@pytest.fixture
+def this_module_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Send the functions of the test module by value: ranks cannot import it everywhere."""
+    with by_value([request.module]):
+        yield

@@ -28,18 +28,6 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
     channel.close()
 
 
-def test_a_message_in_pieces(ends):
-    channel, theirs = ends
-    framed = frame(["x", 1])
-    for byte in framed[:-1]:
-        theirs.send(bytes([byte]))
-        assert channel.receive() is None
-    theirs.send(framed[-1:] + frame("next"))
-    assert channel.receive() == ["x", 1]
-    assert channel.receive() == "next"
-    assert channel.receive() is None
-
-
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 

@@ -43,15 +43,15 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from mgpu_check.plugin.serialization import by_value
-
 LOCK = os.path.join(tempfile.gettempdir(), f"mgpu-check-left-behind-{os.getpid()}")
 
 
+pytestmark = pytest.mark.usefixtures("this_module_by_value")
+
+
 @pytest.fixture(autouse=True)
-def this_module_by_value():
-    with by_value([sys.modules[__name__]]):
-        yield
+def locks_that_go():
+    yield
     for path in glob.glob(f"{glob.escape(LOCK)}*"):
         shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
 

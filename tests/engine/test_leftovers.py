@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from multiprocessing import get_context, shared_memory
@@ -18,17 +17,12 @@ import torch.multiprocessing as mp
 
 from mgpu_check.engine.rank_side.state import _still_running
 from mgpu_check.errors import RankDied
-from mgpu_check.plugin.serialization import by_value
 from tests.engine.processes import alive
 
 SHARED = Path("/dev/shm")
 
 
-@pytest.fixture(autouse=True)
-def this_module_by_value():
-    """Ranks cannot import it everywhere."""
-    with by_value([sys.modules[__name__]]):
-        yield
+pytestmark = pytest.mark.usefixtures("this_module_by_value")
 
 
 def await_gone(condition):

@@ -88,19 +88,6 @@ def test_a_module_is_found_only_where_it_has_its_name():
         del sys.modules["not_imported_anywhere"]
 
 
-@pytest.mark.slow
-def test_functions_that_name_them_run_in_ranks(pool):
-    aten, add, narrow = torch.ops.aten, torch.ops.aten.add.Tensor, torch.finfo(torch.float16)
-
-    def body(rank):
-        cudnn.benchmark = True
-        matmul.allow_tf32 = True
-        total = aten.mul(add(torch.ones(2), torch.ones(2)), 3)
-        return torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32, total.tolist(), narrow.max
-
-    assert pool.run(body, size=2) == [(True, True, [6.0, 6.0], 65504.0)] * 2
-
-
 def a_submodule():
     return torch.nn.attention.SDPBackend.MATH
 

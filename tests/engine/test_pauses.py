@@ -216,13 +216,6 @@ def test_the_collective_is_named_that_has_no_partner(mine, line):
     assert found is not None and [one.line for one in found.unmatched.values()] == [line]
 
 
-def test_what_the_record_has_lost_is_told_by_its_number_alone():
-    found = uneven({0: {DEFAULT: 90}, 1: {}}, {0: Record((), 90), 1: Record((), 0)}, {})
-    assert found is not None
-    told = "rank 1 made 0 collectives in the default group by now, rank 0 made 90"
-    assert found.told("by now") == told
-
-
 def test_who_has_entered_more_than_one_that_is_done_waits_in_vain():
     inside = Record((entered(1, 3, "0,1", "g"), entered(2, 4, "0,1", "g")), 2)
     group = Group("g", (0, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import types
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.errors import RankFailure
-from mgpu_check.plugin import serialization
 from mgpu_check.processes.pickling import Pickler, dumps, loads
 
 
@@ -80,13 +78,6 @@ def entered(rank):
 
 def raised(rank):
     raise ValueError(f"rank {rank.index}")
-
-
-@pytest.fixture
-def this_module_by_value():
-    """Send the functions of this module as those of a test module: ranks cannot import it."""
-    with serialization.by_value([sys.modules[__name__]]):
-        yield
 
 
 @pytest.mark.usefixtures("this_module_by_value")

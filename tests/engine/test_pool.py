@@ -18,13 +18,6 @@ from mgpu_check.errors import RankFailure, RankHang
 from tests.engine.processes import pids
 
 
-def test_results_come_in_rank_order(pool):
-    def body(rank, base):
-        return base + rank.index
-
-    assert pool.run(body, 10) == [10, 11, 12, 13]
-
-
 def test_a_size_keeps_its_processes_and_its_default_group(pool):
     def body(rank):
         x = torch.ones(1)
@@ -71,12 +64,6 @@ def test_ranks_and_the_node_process_have_looked_at_their_devices(pool):
 
     assert pool.run(looked, size=2) == [(True, 4)] * 2
     assert pool.call(pool.function(looked), (), {}, size=0) == [(True, 4)]
-
-
-@pytest.mark.parametrize("size", [0, 5, -1, True, 2.0, "2"])
-def test_a_wrong_size_is_a_value_error(pool, size):
-    with pytest.raises(ValueError, match=r"ranks.run: size=.* is not a world size of this run; choose 1 to 4"):
-        pool.run(os.getpid, size=size)
 
 
 def test_ranks_run_on_the_devices_that_are_chosen_in_their_order_with_their_variables(pool):

@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_check.engine.world import World
 from mgpu_check.errors import RankFailure, RankHang
-from tests.engine.processes import gone, pids
+from tests.engine.processes import gone
 
 
 def test_each_has_its_arguments_and_its_device(pool):
@@ -80,20 +80,6 @@ def test_those_beside_one_that_hangs_get_no_time_of_their_own(pool, monkeypatch)
     with pytest.raises(RankHang, match=r"did not finish <lambda> within 2 s"):
         pool.run_apart(lambda: threading.Event().wait(), [(), (), ()], timeout=2.0)
     assert granted[0] == 2.0 and all(timeout < 2.0 for timeout in granted[1:])
-
-
-def test_the_error_of_one_that_began_comes_before_that_of_one_that_could_not(pool):
-    def body(given):
-        raise ArithmeticError("planted")
-
-    with pytest.raises(RankFailure, match="planted"):
-        pool.run_apart(body, [(0,), (threading.Lock(),)])
-
-
-def test_more_than_there_are_devices(pool):
-    with pytest.raises(ValueError, match="devices"):
-        pool.run_apart(os.getpid, [()] * 9)
-    assert len(pids(pool, 2)) == 2
 
 
 def test_from_outside(pool, monkeypatch):

@@ -125,17 +125,6 @@ def test_a_raise_just_before_the_deadline_is_no_hang(pool):
         pool.run(body, size=2, timeout=1.2)
 
 
-def test_different_errors_are_told_apart_and_equal_ones_folded(pool):
-    def body(rank):
-        raise ValueError("odd") if rank.index % 2 else TypeError("even")
-
-    with pytest.raises(RankFailure) as info:
-        pool.run(body)
-    text = str(info.value)
-    assert "ranks 1, 3 of 4 raised ValueError: odd" in text
-    assert "ranks 0, 2 of 4 raised TypeError: even" in text
-
-
 def test_skips_of_all_are_a_skip_and_of_some_a_failure(pool):
     def body(rank, which):
         if rank.index in which:

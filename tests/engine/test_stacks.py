@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 from mgpu_check.processes.tracebacks import calling_line, clean, is_returning, location_of
 
 TEXT = """Thread 0x00007f0000000001 (most recent call first):
@@ -31,11 +33,41 @@ def test_the_collective_and_where_it_was_called():
     assert str(location) == "barrier (/home/train.py:38)"
 
 
-def test_no_collective():
-    location = location_of('Current thread 0x1 (most recent call first):\n  File "/home/train.py", line 3 in load\n')
+TORCH = "/env/site-packages/torch"
+IN_TRAIN = ("/home/train.py", 3, "step")
+
+
+@pytest.mark.parametrize(
+    ("frames", "collective", "told"),
+    [
+        ([IN_TRAIN], None, "step (/home/train.py:3)"),
+        # The line is that of the code under test, and the function is the innermost.
+        (
+            [("/lib/python3.11/re.py", 1, "match"), ("/env/site-packages/a.py", 7, "parse"), IN_TRAIN],
+            None,
+            "match (/home/train.py:3)",
+        ),
+        ([("/lib/python3.11/re.py", 1, "match")], None, "match (/lib/python3.11/re.py:1)"),
+        # The reducer of DDP waits for the others.
+        (
+            [(f"{TORCH}/nn/parallel/distributed.py", 9, "_pre_forward"), IN_TRAIN],
+            "_pre_forward",
+            "_pre_forward (/home/train.py:3)",
+        ),
+        # Generated code is in no file.
+        ([(f"{TORCH}/a.py", 5, "all_gather"), ("<string>", 1, "__eq__")], None, "all_gather (<string>:1)"),
+        (
+            [(f"{TORCH}/a.py", 5, "all_gather"), ("<string>", 1, "__eq__"), IN_TRAIN],
+            None,
+            "all_gather (/home/train.py:3)",
+        ),
+    ],
+)
+def test_where_a_rank_is(frames, collective, told):
+    lines = [f'  File "{file}", line {line} in {name}\n' for file, line, name in frames]
+    location = location_of("".join(["Current thread 0x1 (most recent call first):\n", *lines]))
     assert location is not None
-    assert location.collective is None
-    assert str(location) == "load (/home/train.py:3)"
+    assert (location.collective, str(location)) == (collective, told)
 
 
 def test_a_rank_that_sends_its_result():
@@ -50,40 +82,6 @@ def test_a_rank_that_sends_its_result():
 
 def test_nothing_to_read():
     assert location_of("") is None
-
-
-def test_the_line_is_that_of_the_code_under_test_and_the_function_the_innermost():
-    location = location_of(
-        'Current thread 0x1 (most recent call first):\n  File "/env/lib/python3.11/re/__init__.py", line 166 in match\n'
-        '  File "/env/lib/python3.11/site-packages/words/parse.py", line 7 in parse\n'
-        '  File "/home/train.py", line 3 in load\n'
-    )
-    assert str(location) == "match (/home/train.py:3)"
-
-
-def test_what_is_installed_counts_where_nothing_else_is_on_the_stack():
-    location = location_of(
-        'Current thread 0x1 (most recent call first):\n  File "/lib/python3.11/re.py", line 1 in match\n'
-    )
-    assert str(location) == "match (/lib/python3.11/re.py:1)"
-
-
-def test_the_reducer_of_ddp_waits_for_the_others():
-    location = location_of(
-        "Current thread 0x1 (most recent call first):\n"
-        '  File "/env/site-packages/torch/nn/parallel/distributed.py", line 1550 in _pre_forward\n'
-        '  File "/home/train.py", line 3 in step\n'
-    )
-    assert location is not None and location.collective == "_pre_forward" and location.line == 3
-
-
-def test_generated_code_is_in_no_file():
-    text = (
-        'Current thread 0x1 (most recent call first):\n  File "/env/site-packages/torch/a.py", line 5 in all_gather\n'
-    )
-    text += '  File "<string>", line 1 in __eq__\n'
-    assert str(location_of(text)) == "all_gather (<string>:1)"
-    assert str(location_of(text + '  File "/home/train.py", line 3 in step\n')) == "all_gather (/home/train.py:3)"
 
 
 def test_a_call_from_generated_code_is_at_the_nearest_line_of_a_file():

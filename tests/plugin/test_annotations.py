@@ -4,39 +4,8 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from mgpu_check.annotations import annotation, wanted
 from tests.plugin.test_markdown import GPUS
-
-TRAINING = """
-    import torch
-    import torch.distributed as dist
-
-    def step(model, batch, rank):
-        mine = batch[rank.index :: rank.size].to(rank.device)
-        model.to(rank.device)(mine).sum().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.MAX)  # wrong
-"""
-TESTS = """
-    import pytest, torch
-    from torch import nn
-    from mgpu_check import assert_step_scales
-    from training import step
-
-    def test_step(ranks):
-        build, batch = lambda: nn.Linear(3, 1), lambda n: torch.randn(n, 3)
-        assert_step_scales(ranks, step, build=build, batch=batch, max_examples=2)
-
-    @pytest.mark.ranks(2)
-    def test_rank(rank):
-        assert rank.index < 2
-        assert rank.index == 0, "100%, or\\nless"
-
-    def test_without_ranks():
-        assert False
-"""
 
 
 def read(text: str) -> tuple[dict[str, str], str]:
@@ -67,23 +36,6 @@ def test_where_they_are_written():
     cases = ((None, "true", True), (None, "", False), ("none", "true", False), ("github", "", True))
     for choice, there, written in cases:
         assert wanted(choice, {"GITHUB_ACTIONS": there}) is written
-
-
-@pytest.mark.slow
-def test_each_failure_is_at_the_line_that_it_is_about(run, pytester, monkeypatch):
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
-    pytester.makepyfile(training=TRAINING, test_it=TESTS)
-    result = run(*GPUS, "-n1")  # as reports of another process
-    result.assert_outcomes(failed=3)
-    found = [read(line) for line in result.outlines if line.startswith("::")]
-    assert len(found) == 2  # the test without ranks has none
-    (step, about), (rank, message) = sorted(found, key=lambda one: one[0]["file"], reverse=True)
-    assert (step["file"], step["line"]) == ("training.py", "8")
-    assert step["title"].startswith("wrong-reduction: ")
-    assert "ScalingMismatch: step does not scale" in about and " -m pytest --gpus=2" in about
-    assert (rank["file"], rank["line"], rank["title"]) == ("test_it.py", "13", "test_it.py::test_rank")
-    assert "rank 1 of 2 raised AssertionError" in message
 
 
 def test_a_run_from_another_directory_that_stops_early(run, pytester, monkeypatch):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.plugin import execution
 from mgpu_check.plugin.report import outcomes
-from mgpu_check.plugin.report.terminal import print_table, row_of
 
 
 @pytest.mark.slow
@@ -24,10 +23,6 @@ def test_a_skipped_check_has_no_examples(run):
     (skipped,) = (line for line in result.outlines if " skipped " in line and "allreduce" in line)
     assert " 0  -  " in skipped
     assert "2 checks of 2 properties" in result.stdout.str()  # also under plain pytest
-
-
-def test_a_file_that_cannot_be_imported_has_no_row():
-    assert row_of(pytest.CollectReport("test_x.py", "failed", None, None)) is None
 
 
 def test_examples_of_a_packaged_check_are_no_copies_of_each_other():
@@ -102,22 +97,3 @@ def test_cases_that_a_check_leaves_out_are_named(run, pytester):
     assert text.count("passed: this check") == 2
     assert "- left out: case 0, another, case 1: no such device" in text
     assert "- left out: a stage: torch refuses it" in text
-
-
-def test_an_advice_ends_the_closing_table_once():
-    found = [("mgpu_check.property", "scatter"), ("mgpu_check.advice", "a failed check shows this")]
-    failed = [
-        pytest.TestReport(name, ("file", 1, name), {}, "failed", None, "call", user_properties=found) for name in "ab"
-    ]
-    lines: list[str] = []
-    terminal: Any = SimpleNamespace(
-        stats={"failed": failed},
-        section=lambda *_, **__: None,
-        line=lambda text, **_: lines.append(text),
-        write=lambda *_, **__: None,
-        config=SimpleNamespace(invocation_params=SimpleNamespace(args=()), get_verbosity=lambda: 0),
-        _tw=SimpleNamespace(fullwidth=80),
-    )
-    print_table(terminal, "quick")
-    assert lines[-1] == "mgpu-check: a failed check shows this"
-    assert sum("a failed check" in line for line in lines) == 1

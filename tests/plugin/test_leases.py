@@ -12,10 +12,8 @@ import pytest
 
 from mgpu_check.devices.inventory import Device
 from mgpu_check.devices.leases import DeviceLeases
-from mgpu_check.plugin.device_leases import described_waits, keys_of, tokens_of
+from mgpu_check.plugin.device_leases import keys_of, tokens_of
 from tests.plugin.conftest import Background, processes_with, wait_for
-
-Run = Callable[..., pytest.RunResult]
 
 LIMIT = 120.0  # only what is broken lasts as long
 
@@ -181,50 +179,6 @@ def test_a_test_has_as_many_devices_as_it_needs_and_ranks_outside_of_a_test_have
     run("--gpus=4", "--simulate", "-n1").assert_outcomes(passed=8)
 
 
-def test_small_tests_run_side_by_side(pytester, run, shared):
-    pytester.makepyfile(
-        """
-        import pytest
-        from conftest import happened, note, wait_for
-
-        @pytest.mark.gpus(1)
-        @pytest.mark.parametrize("me, other", [("left", "right"), ("right", "left")])
-        def test_meeting(ranks, use, me, other):
-            with use:
-                note(me, "here")
-                wait_for(lambda: happened(f"{other} here"))
-        """
-    )
-    run("--gpus=2", "--simulate", "-n2").assert_outcomes(passed=2)
-    assert overlaps(shared) == []
-
-
-@pytest.mark.slow
-def test_no_two_tests_have_a_device_at_the_same_time(pytester, run, shared):
-    pytester.makepyfile(
-        """
-        import pytest
-        from mgpu_check.plugin.stash import SESSION
-
-        COUNTS = [1, 2, 1, 3, 1, 4, 2, 1, 1, 2, 3, 1]
-
-        @pytest.mark.parametrize("n, number", [
-            pytest.param(n, count, marks=pytest.mark.gpus(count)) for n, count in enumerate(COUNTS)
-        ])
-        def test_use(ranks, use, n, number):
-            assert ranks.size == number
-            with use:
-                ranks.run(lambda: None)
-
-        def test_without_devices(request):
-            assert not request.config.stash[SESSION].leasing.active
-        """
-    )
-    run("--gpus=4", "--simulate", "-n3").assert_outcomes(passed=13)
-    assert shared.read_text().count("begins") == 12
-    assert overlaps(shared) == []
-
-
 @pytest.mark.slow
 def test_a_killed_worker_gives_its_devices_back(pytester, run, shared):
     pytester.makepyfile(
@@ -296,8 +250,8 @@ def wait_until(condition: Callable[[], bool], run: Background) -> None:
     assert condition(), run.output
 
 
-@pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_waiting_is_told(pytester, in_background, locks, workers):
+def test_waiting_is_told(pytester, in_background, locks):
+    """Also from a worker, by way of the process that has the terminal."""
     pytester.makepyfile("def test_all(ranks): pass")
     patch = """
 leases._FIRST_WORD = 0.0
@@ -315,7 +269,7 @@ terminal.tell = told
     pytester.makeconftest(SHARED + ON_FAKE_GPUS + patch)
     locks.mkdir(mode=0o1777)
     held = DeviceLeases(["uuid-2"], locks).take(1, "somebody else")
-    waits = in_background("--gpus=all", workers, variables={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    waits = in_background("--gpus=all", "-n1", variables={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     wait_until(lambda: "told" in locks.with_name("journal").read_text(), waits)
     held.give_back()
     code, output = waits.process.wait(LIMIT), waits.output
@@ -361,18 +315,6 @@ def test_ranks_see_entries_of_the_outer_mask_and_no_others(pytester, run, locks,
     run("--gpus=all", "-n2").assert_outcomes(passed=7)
     assert overlaps(locks.with_name("journal")) == []
     assert sorted(path.name for path in locks.glob("device-*")) == ["device-uuid-3", "device-uuid-5", "device-uuid-7"]
-
-
-def test_without_an_outer_mask_ranks_see_indices(pytester, run, locks):
-    pytester.makepyfile(
-        """
-        import os
-
-        def test_all(ranks):
-            assert ranks.run(lambda: os.environ["CUDA_VISIBLE_DEVICES"]) == ["0,1,2"] * 3
-        """
-    )
-    run("--gpus=3").assert_outcomes(passed=1)
 
 
 def test_two_runs_on_one_machine_wait_for_each_other_where_they_must(pytester, in_background, locks):
@@ -455,8 +397,3 @@ def test_a_device_is_known_by_its_uuid_however_it_is_written():
         (["ab", "ab"], ["ab", "ab-1"]),
     ):
         assert keys_of([Device(i, "GPU", 1, (9, 0), uuid) for i, uuid in enumerate(uuids)]) == keys
-
-
-def test_short_waits_are_not_worth_a_line():
-    assert described_waits([]) == described_waits([0.2, 0.7]) == []
-    assert described_waits([0.5, 11.8]) == ["2 tests waited 12.3 s in total for devices that other tests had leased"]

@@ -129,13 +129,30 @@ BESIDE = """
 """
 
 
+IN_PACKAGE = """
+    import pytest
+    from . import nets
+    from .nets import net
+
+    @pytest.mark.ranks(2)
+    def test_in_package(rank):
+        assert isinstance(net(), nets.Net)
+
+    def test_in_parent(ranks):
+        assert ranks.run(nets.net, size=1)[0].weight.shape == (3, 2)
+"""
+
+
 def test_modules_beside_tests_that_ranks_cannot_import(pytester, run):
     """As with the command pytest, which does not put its directory on the path."""
     directory = pytester.mkdir("checks")
     (directory / "helper.py").write_text("scale = 1\ndef scaled(value): return scale * value\n")
     (directory / "test_it.py").write_text(textwrap.dedent(BESIDE))
+    package = pytester.mkpydir("package")
+    (package / "nets.py").write_text("import torch\nclass Net(torch.nn.Linear): pass\ndef net(): return Net(2, 3)\n")
+    (package / "test_package.py").write_text(textwrap.dedent(IN_PACKAGE))
     pytester.makeconftest("import sys; sys.path[:] = [path for path in sys.path if path not in ('', sys.path[0])]")
-    run(*GPUS, "--import-mode=importlib").assert_outcomes(passed=1)
+    run(*GPUS, "--import-mode=importlib").assert_outcomes(passed=3)
 
 
 UNSENDABLE = """

@@ -66,10 +66,45 @@ TESTS = """
 """
 
 
-def test_results_threads_and_finalizers_are_told_as_warnings(run, pytester):
-    pytester.makepyfile(TESTS)
+BY_NAME = """
+    import os
+    import pytest
+
+    def leave(rank):
+        os.environ["LEFT"] = "1"
+        print("printed by", rank.index)
+
+    def look():
+        return "LEFT" in os.environ
+
+    @pytest.fixture(scope="module")
+    def teardown(request):
+        yield
+        assert request.getfixturevalue("ranks").run(look) == [False, False]
+        request.getfixturevalue("ranks").run(leave)
+
+    def test_by_name(request, teardown):
+        request.getfixturevalue("ranks").run(leave)
+
+    def test_next(ranks):
+        assert ranks.run(look) == [False, False]
+
+    def test_fails(request):
+        def fail(rank):
+            assert os.getpid() == 1, "seen"
+        request.getfixturevalue("ranks").run(leave)
+        request.getfixturevalue("ranks").run(fail)
+
+    def test_last(ranks):
+        assert ranks.run(look) == [False, False]
+"""
+"""Ranks that are asked for by name make a test as any other."""
+
+
+def test_results_threads_and_finalizers_are_told_as_warnings_and_ranks_by_name_are_ranks(run, pytester):
+    pytester.makepyfile(test_it=TESTS, test_named=BY_NAME)
     result = run(*GPUS)
-    result.assert_outcomes(passed=8, failed=2)
+    result.assert_outcomes(passed=11, failed=3)
     for line in (
         "*PytestReturnNotNoneWarning: Test functions should return None, but *::test_returns returned <class 'bool'>.",
         "*Tests run under @given should return None, but test_returns_of_examples returned True instead.*",
@@ -77,6 +112,8 @@ def test_results_threads_and_finalizers_are_told_as_warnings(run, pytester):
         "*.py:*: PytestUnraisableExceptionWarning: Exception ignored in: <function Broken.__del__ at *>",
         "*::test_finalizer_of_a_cycle",
         "*::test_thread_beside_a_failure",
+        "*ranks 0-1 of 2 raised AssertionError: seen*",
+        "*Captured stdout of rank 1 of 2 call*",
     ):
         result.stdout.fnmatch_lines([line])
     assert "::test_ignored" not in result.stdout.str()
@@ -103,50 +140,3 @@ def test_they_are_red_where_warnings_are_errors(run, pytester):
         ("PytestUnraisableException", "ValueError"),
     ):
         result.stdout.fnmatch_lines([f"ranks 0-1 of 2 raised {warning}Warning: Exception *: {place}: *"])
-
-
-def test_ranks_that_are_asked_for_by_name_make_a_test_as_any_other(run, pytester):
-    pytester.makepyfile(
-        """
-        import os
-        import pytest
-
-        def leave(rank):
-            os.environ["LEFT"] = "1"
-            print("printed by", rank.index)
-
-        def look():
-            return "LEFT" in os.environ
-
-        @pytest.fixture(scope="module")
-        def teardown(request):
-            yield
-            assert request.getfixturevalue("ranks").run(look) == [False, False]
-            request.getfixturevalue("ranks").run(leave)
-
-        def test_by_name(request, teardown):
-            request.getfixturevalue("ranks").run(leave)
-
-        def test_next(ranks):
-            assert ranks.run(look) == [False, False]
-
-        def test_fails(request):
-            def fail(rank):
-                assert os.getpid() == 1, "seen"
-            request.getfixturevalue("ranks").run(leave)
-            request.getfixturevalue("ranks").run(fail)
-
-        def test_last(ranks):
-            assert ranks.run(look) == [False, False]
-        """
-    )
-    result = run(*GPUS)
-    result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(
-        ["*ranks 0-1 of 2 raised AssertionError: seen*", "*Captured stdout of rank 1 of 2 call*"]
-    )
-
-
-def test_a_run_without_ranks_is_left_alone(run, pytester):
-    pytester.makepyfile("def test_it(monkeypatch): monkeypatch.setenv('A', 'b')")
-    run(*GPUS).assert_outcomes(passed=1)

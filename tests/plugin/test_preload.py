@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 import mgpu_check.suite
 from mgpu_check.applications import used_by_ranks
-from mgpu_check.plugin.session import GpuSession
-from mgpu_check.settings import Settings
-from mgpu_check.suite.common.faults.registry import FAULTS
-from tests.test_structure import first_to_import
 
 SUITE = Path(mgpu_check.suite.__path__[0])
 
@@ -31,37 +24,6 @@ def test_the_modules_are_those_of_the_properties_that_run():
     assert {name.split(".")[2] for name in found} == {"sharded", "devices"}
     assert not [name for name in found if ".faults" in name or "test_" in name]
     assert used_by_ranks([check("sharded/test_sharded.py", package="their.suite")]) == []
-
-
-@pytest.mark.slow
-def test_the_modules_come_without_hypothesis():
-    modules = used_by_ranks([check(str(path.relative_to(SUITE))) for path in SUITE.glob("*/test_*.py")])
-    assert first_to_import("hypothesis", *modules, *FAULTS) == ""
-
-
-@pytest.mark.parametrize(("simulate", "preloaded"), [("cpu", True), (None, False)])
-def test_only_a_simulated_node_imports_in_advance(simulate, preloaded):
-    session = GpuSession(Settings(gpus=2, simulate=simulate))
-    session.preload += ["json.tool"]
-    launcher: Any = session.pool._launcher
-    session.close()
-    assert ("json.tool" in launcher._more) == preloaded
-
-
-def test_the_command_starts_its_fork_server_before_the_collection(warm, pytester):
-    code = """
-from mgpu_check.cli.suite import run
-from mgpu_check.plugin.stash import SESSION
-
-class Probe:
-    def pytest_collection(self, session):
-        launcher = session.config.stash[SESSION].pool._launcher
-        print("started", launcher._server is not None, "mgpu_check.suite.launch.launching" in launcher._more)
-
-run(["--gpus=2", "--simulate", "test_launch.py", "-k", "no_such_check"], [Probe()])
-"""
-    result = pytester.runpython_c(code)
-    assert "started True True" in result.stdout.str(), result.stdout.str() + result.stderr.str()
 
 
 def test_a_file_that_needs_ranks_starts_the_fork_server_before_its_import(run, pytester):

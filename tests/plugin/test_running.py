@@ -157,7 +157,9 @@ def test_passing_tests_of_every_kind(run, repo, parallel):
     run(*GPUS, *parallel).assert_outcomes(passed=21, skipped=1, xfailed=1)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("prepend", marks=pytest.mark.slow), "append", "importlib"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("prepend", "append")), "importlib"]
+)
 def test_every_import_mode(run, repo, mode):
     repo.makeini(f"[pytest]\npythonpath = .\naddopts = --import-mode={mode}\n")
     repo.mkpydir("pkg")
@@ -176,20 +178,6 @@ def test_every_import_mode(run, repo, mode):
         "import pytest\n@pytest.mark.ranks(2)\ndef test_it(rank, config): assert config.lr == 0.5\n"
     )
     run(*GPUS).assert_outcomes(passed=2)
-
-
-def test_helpers_that_only_pytest_can_import_travel_too(run, pytester):
-    package = pytester.mkdir("checks")
-    package.joinpath("__init__.py").touch()
-    package.joinpath("helpers.py").write_text(
-        "import torch\nclass Net(torch.nn.Linear):\n    pass\ndef net(): return Net(2, 3)\n"
-    )
-    package.joinpath("test_it.py").write_text(
-        "import pytest\nfrom . import helpers\nfrom .helpers import net\n"
-        "@pytest.mark.ranks(2)\ndef test_it(rank): assert isinstance(net(), helpers.Net)\n"
-        "def test_in_parent(ranks): assert ranks.run(helpers.net, size=1)[0].weight.shape == (3, 2)\n"
-    )
-    run(*GPUS, "--import-mode=importlib").assert_outcomes(passed=2)
 
 
 def test_misuse_is_refused_by_name(run, pytester):

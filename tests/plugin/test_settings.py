@@ -7,12 +7,6 @@ import pytest
 from mgpu_check.settings import resolve, unknown_variables
 
 
-def test_defaults():
-    settings = resolve({}, {}, {})
-    assert (settings.gpus, settings.simulate, settings.rank_timeout, settings.strict_gpus) == (0, None, 60.0, False)
-    assert set(settings.origins.values()) == {"default"}
-
-
 def test_the_first_place_that_says_something_wins():
     settings = resolve(
         {"gpus": "3"}, {"MGPU_CHECK_GPUS": "2", "MGPU_CHECK_SIMULATE": "1"}, {"gpus": "x", "strict_gpus": "yes"}

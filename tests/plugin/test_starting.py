@@ -58,9 +58,9 @@ def start(pytester):
     "words",
     [
         ("pytest", *GPUS),
-        ("pytest", *GPUS, "-n1"),
-        ("mgpu_check", *GPUS),
         ("mgpu_check", "devices"),
+        pytest.param(("pytest", *GPUS, "-n1"), marks=pytest.mark.slow),
+        pytest.param(("mgpu_check", *GPUS), marks=pytest.mark.slow),
         pytest.param(("mgpu_check", "selftest", "test_scatter.py"), marks=pytest.mark.slow),
     ],
 )

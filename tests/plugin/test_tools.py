@@ -65,11 +65,13 @@ def test_pdb_opens_where_there_is_something_to_see(typed, pytester):
     assert "5 failed" in output
 
 
-def test_a_debugger_in_a_rank_is_refused(run, pytester):
+def test_a_debugger_in_a_rank_is_refused_and_a_finding_shows_the_call_of_a_check_and_not_its_lines(run, pytester):
+    """But an error of the check itself shows them."""
     pytester.makepyfile(
         test_it="""
         import pdb
         import pytest
+        from mgpu_check.suite.fixtures.checks import assert_devices_are
 
         @pytest.mark.ranks(2)
         def test_breakpoint(rank):
@@ -87,10 +89,20 @@ def test_a_debugger_in_a_rank_is_refused(run, pytester):
         @pytest.mark.ranks(2)
         def test_after(rank):
             pass
+
+        def test_on_devices(gpus):
+            assert_devices_are(gpus, gpus[:1])
+
+        @pytest.mark.ranks(2)
+        def test_on_ranks(rank):
+            assert_devices_are([rank.device], [])
+
+        def test_broken(gpus):
+            assert_devices_are(gpus, None)
         """
     )
     result = run(*GPUS)
-    result.assert_outcomes(failed=3, passed=1)
+    result.assert_outcomes(failed=6, passed=1)
     refused = "RuntimeError: a debugger has no terminal here: this runs in another process than pytest. Print*"
     result.stdout.fnmatch_lines(
         [
@@ -100,6 +112,9 @@ def test_a_debugger_in_a_rank_is_refused(run, pytester):
             f"the node process raised {refused}",
         ]
     )
+    found, broken = result.stdout.str().split("_ test_broken _")
+    assert "assert_devices_are(gpus, gpus[:1])" in found and "assert_devices_are([rank.device], [])" in found
+    assert "checks.py" not in found and "checks.py" in broken
 
 
 def test_trace_is_refused_where_it_would_step_through_the_engine(typed, pytester):
@@ -142,25 +157,6 @@ ORDERED = """
 
 
 @pytest.mark.slow
-def test_selection_and_order(run, pytester):
-    pytester.makepyfile(test_it=ORDERED)
-
-    def again(*arguments: str) -> pytest.RunResult:
-        return pytester.runpytest_subprocess(*GPUS, *arguments)
-
-    again("--sw").assert_outcomes(passed=1, failed=1)
-    next_try = again("--sw", "--durations=3")
-    next_try.assert_outcomes(failed=1, deselected=1)
-    next_try.stdout.fnmatch_lines(["*slowest 3 durations*"])
-    again("--lf").assert_outcomes(failed=1)
-    first = again("--ff", "-v")
-    first.assert_outcomes(passed=2, failed=2)
-    first.stdout.fnmatch_lines(["*::test_b FAILED*", "*::test_a PASSED*", "*::test_c PASSED*", "*::test_d FAILED*"])
-    pytester.makepyfile(test_new="import pytest\n@pytest.mark.ranks(2)\ndef test_new(rank): pass\n")
-    again("--nf", "-v").stdout.fnmatch_lines(["test_new.py::test_new PASSED*", "test_it.py::test_a PASSED*"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "words"),
     [
@@ -176,36 +172,6 @@ def test_every_style_of_traceback(run, pytester, style, words):
     assert ("repeat with" in result.stdout.str()) == shown
     if style != "no":
         result.stdout.fnmatch_lines(["*rank 1 of 2 raised AssertionError: assert 1 == 0"])
-
-
-def test_a_finding_shows_the_call_of_a_check_and_not_its_lines(run, pytester):
-    """But an error of the check itself shows them."""
-    pytester.makepyfile(
-        """
-        import pytest
-        from mgpu_check.suite.fixtures.checks import assert_devices_are
-
-        def test_on_devices(gpus):
-            assert_devices_are(gpus, gpus[:1])
-
-        @pytest.mark.ranks(2)
-        def test_on_ranks(rank):
-            assert_devices_are([rank.device], [])
-
-        def test_broken(gpus):
-            assert_devices_are(gpus, None)
-        """
-    )
-    found, broken = run(*GPUS, "-q").stdout.str().split("_ test_broken _")
-    assert "assert_devices_are(gpus, gpus[:1])" in found and "assert_devices_are([rank.device], [])" in found
-    assert "checks.py" not in found and "checks.py" in broken
-
-
-def test_without_the_plugin_its_tests_are_unknown(run, pytester):
-    pytester.makepyfile("def test_it(ranks): pass\ndef test_of_a_user(): pass")
-    result = run("-p", "no:mgpu_check")
-    result.assert_outcomes(errors=1, passed=1)
-    result.stdout.fnmatch_lines(["*fixture 'ranks' not found"])
 
 
 SLOW = """

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.simulated import simulated_node
 
@@ -64,6 +65,13 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[object]]:
         return [value for _, _, value in found]
 
     return run
+
+
+class Passing(TorchDispatchMode):
+    """A mode that changes nothing, and lets operators come by way of Python."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def refusal(call):

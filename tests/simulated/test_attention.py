@@ -3,18 +3,13 @@ tensors."""
 
 from __future__ import annotations
 
-import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from mgpu_check.simulated.operators import attention as attention_kernels
 from mgpu_check.simulated.operators.attention import SINCE_2_14
@@ -260,16 +255,6 @@ def test_dropout_is_drawn_by_the_device_and_is_the_same_in_backward(name):
     assert torch.allclose(first.float()[kept], (exact / 0.75)[kept], rtol=0.02)
 
 
-def test_dropout_takes_the_same_keys_when_it_is_checkpointed():
-    x = operands(1, 2, 16, 16, grad=True)[0]
-    torch.cuda.manual_seed_all(7)
-    attend = lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # noqa: E731
-    (wanted,) = torch.autograd.grad(attend(x).sum(), x)
-    torch.cuda.manual_seed_all(7)
-    (found,) = torch.autograd.grad(checkpoint(attend, x, use_reentrant=False).sum(), x)
-    assert torch.equal(found, wanted)
-
-
 def test_blocks_of_rows_give_what_all_rows_at_once_do(monkeypatch):
     tensors = operands(2, 2, 40, 16, grad=True)
     mask = torch.randn(40, 40, device="cuda:1").requires_grad_()
@@ -316,67 +301,3 @@ def test_the_order_of_preference_that_the_code_sets_holds():
         with sdpa_kernel(order, set_priority=True), Called() as called:
             F.scaled_dot_product_attention(*tensors)
         assert called.names == ["cudnn" if order[0] is chosen[0] else "flash"]
-
-
-def test_it_warns_of_why_no_kernel_takes_the_operands():
-    tensors = operands(2, 4, 8, 16)
-    refused = pytest.raises(RuntimeError, match="No available kernel")
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings(record=True) as seen, refused:
-        warnings.simplefilter("always")
-        F.scaled_dot_product_attention(*tensors)
-    texts = [str(warning.message) for warning in seen]
-    assert "Memory Efficient attention has been runtime disabled." in texts
-    assert any("dtype: {float16, bfloat16}" in text for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"key": torch.float16}, "to have the same dtype"),
-        ({"mask": torch.float16}, "Expected attn_mask dtype to be bool or float or to match query dtype"),
-        ({"dropout_p": 1.5}, "dropout probability has to be between 0 and 1"),
-    ],
-    ids=str,
-)
-def test_what_no_device_takes_is_refused_in_torchs_words(options, match):
-    query, key, value = operands(2, 4, 8, 16)
-    mask = None
-    if "key" in options:
-        key = key.to(options["key"])
-    if "mask" in options:
-        mask = torch.zeros(8, 8, dtype=options["mask"], device="cuda:1")
-    with pytest.raises(RuntimeError, match=match):
-        F.scaled_dot_product_attention(query, key, value, mask, options.get("dropout_p", 0.0))
-
-
-def test_a_mode_of_functions_sees_the_function_that_it_knows():
-    seen = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func is F.scaled_dot_product_attention)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        F.scaled_dot_product_attention(*operands(1, 1, 4, 8))
-    assert any(seen)
-
-
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_modules_of_attention_do_what_they_do_on_the_cpu(training, need_weights):
-    torch.manual_seed(1)
-    attention = nn.MultiheadAttention(16, 2, batch_first=True).train(training)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
-    x = torch.randn(2, 6, 16)
-    for module, given in ((attention, (x, x, x)), (layer, (x,))):
-        on_device = copy.deepcopy(module).to("cuda:1")
-        options = {"need_weights": need_weights} if module is attention else {}
-        wanted, found = module(*given, **options), on_device(*(t.to("cuda:1") for t in given), **options)
-        if module is attention:
-            wanted, found = wanted[0], found[0]
-        torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-5)
-        wanted.square().sum().backward()
-        found.square().sum().backward()
-        for mine, theirs in zip(on_device.parameters(), module.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.cpu(), theirs.grad, atol=1e-4, rtol=1e-4)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -107,7 +106,7 @@ def without_a_handler(rank, size):
 def sharded(rank, size):
     tensors = importlib.import_module("torch.distributed.tensor")
     mesh, worst = mesh_of(size), 0.0
-    for dim, backend, causal in itertools.product((0, 1), KERNELS, (False, True)):
+    for (dim, causal), backend in itertools.product(((0, False), (1, True)), KERNELS):
         dtype, tolerance = KERNELS[backend]
         given = operands(dtype, 24)
         wanted = exact(given, causal)
@@ -140,39 +139,3 @@ def on_two(rank, size):
 def test_heads_and_batches_of_dtensors_need_no_collective_and_float64_has_no_ring(on_ranks):
     for refused, right, chosen in on_ranks(on_two):
         assert refused is not None and right and chosen == ("torch.float32", "torch.bfloat16", 0)
-
-
-def ring_of_messages(rank, size):
-    """Pass keys and values on by messages, as rings do that people write themselves."""
-    query, key, value, _ = operands(torch.float32, 8 * size)
-    mine = slice(8 * rank, 8 * rank + 8)
-    keys = torch.stack([key, value])[:, :, :, mine].contiguous()
-    aten = torch.ops.aten
-    out = sums = None
-    for step in range(size):
-        part, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(query[:, :, mine], *keys, None, True)
-        logsumexp = logsumexp[..., :8].unsqueeze(-1)
-        if out is None:
-            out, sums = part, logsumexp
-        else:
-            both = torch.logaddexp(sums, logsumexp)
-            out, sums = out * (sums - both).exp() + part * (logsumexp - both).exp(), both
-        received = torch.empty_like(keys)
-        after, before = (rank + 1) % size, (rank - 1) % size
-        if step % 2:
-            works = [dist.isend(keys, after), dist.irecv(received, before)]
-            if rank % 2:
-                works.reverse()
-        else:
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, keys, after), dist.P2POp(dist.irecv, received, before)]
-            )
-        for work in works:
-            work.wait()
-        keys = received
-    wanted = F.scaled_dot_product_attention(query, key, value)[:, :, mine]
-    return bool(torch.allclose(out, wanted, atol=1e-6))
-
-
-def test_a_ring_of_messages(on_ranks):
-    assert on_ranks(ring_of_messages, size=4) == [True] * 4

@@ -2,71 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-
-def average_hook(state, bucket):
-    buffer = bucket.buffer()
-    assert buffer.is_cuda
-    buffer.div_(dist.get_world_size())
-    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "static": {"static_graph": True},
-    "unused": {"find_unused_parameters": True},
-    "hook": {"hook": average_hook},
-    "sync batch norm": {"sync": True},
-    "accumulation": {"accumulate": True},
-}
-
-
-def trained(rank, size):
-    errors = {}
-    for name, way in WAYS.items():
-        way = dict(way)
-        hook, sync, accumulate = way.pop("hook", None), way.pop("sync", False), way.pop("accumulate", False)
-        torch.manual_seed(0)
-        norm = nn.BatchNorm1d(6) if sync else nn.Identity()
-        reference = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Linear(6, 3))
-        net = copy.deepcopy(reference).to(rank)
-        if sync:
-            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        ddp = DistributedDataParallel(net, device_ids=[rank], **way)
-        if hook:
-            ddp.register_comm_hook(None, hook)
-        x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
-        mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (reference, ddp)]
-        for _ in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            F.cross_entropy(reference(x), y).backward()
-            if accumulate:
-                with ddp.no_sync():
-                    (F.cross_entropy(ddp(x[mine].cuda()), y[mine].cuda()) / 2).backward()
-            (F.cross_entropy(ddp(x[mine].cuda()), y[mine].cuda()) / (2 if accumulate else 1)).backward()
-            for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-                assert p.grad.get_device() == rank
-                torch.testing.assert_close(p.grad.cpu(), q.grad, msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
-            for optimizer in optimizers:
-                optimizer.step()
-        errors[name] = True
-    return sorted(errors)
-
-
-def test_distributed_data_parallel(on_ranks):
-    assert on_ranks(trained) == [sorted(WAYS)] * 2
+from tests.simulated.conftest import Passing
 
 
 def in_half_precision(rank, size):
@@ -150,11 +92,6 @@ def joined(rank, size):
                 ddp(torch.ones(1, 1)).sum().backward()
         seen.append(ddp.module.weight.grad.item())
     return seen
-
-
-class Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def trained_under_a_mode(rank, size):

@@ -1,25 +1,14 @@
-"""DTensor and its clients: tensor parallel training, also with fused products, and FSDP2 of a model built on 'meta'."""
+"""DTensor and its clients: fused products, autocast, and moves. The packaged suite trains with them, and with FSDP2."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-class Perceptron(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(10, 32), nn.Linear(32, 5)
-
-    def forward(self, x):
-        return self.second(F.relu(self.first(x)))
 
 
 def overlapping_products(rank, size):
@@ -40,66 +29,8 @@ def overlapping_products(rank, size):
     assert torch.equal(scattered.cpu(), (torch.stack(parts).sum(0) @ factor).chunk(size)[rank])
 
 
-def tensor_parallel(rank, size):
-    overlapping_products(rank, size)  # here, because starting ranks takes seconds
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    torch.manual_seed(0)
-    reference = Perceptron()
-    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-    net: Any = parallelize_module(copy.deepcopy(reference).cuda(), init_device_mesh("cuda", (size,)), plan)
-    weight = net.first.weight
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True) for m in (reference, net)]
-    for step in range(3):
-        x = torch.rand(20, 10, generator=torch.Generator().manual_seed(step))
-        reference(x).square().mean().backward()
-        out = net(x.cuda())
-        out.square().mean().backward()
-        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return weight.device.index, weight.is_cuda, weight.get_device(), weight.grad, out.get_device()
-
-
-def test_tensor_parallel_training(on_ranks):
-    assert on_ranks(tensor_parallel) == [(0, True, 0, None, 0), (1, True, 1, None, 1)]
-
-
-def from_meta(rank, size):
-    from torch.distributed.fsdp import fully_shard
-
-    with torch.device("meta"):
-        net: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    for layer in (net[0], net[2], net):
-        fully_shard(layer)
-    assert net[0].weight.device.type == "meta"
-    net.to_empty(device="cuda")
-    torch.cuda.manual_seed(1)
-    for layer in (net[0], net[2]):
-        layer.reset_parameters()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    whole = [p.full_tensor().cpu() for p in net.parameters()]
-    reference = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    with torch.no_grad():
-        for p, value in zip(reference.parameters(), whole, strict=True):
-            p.copy_(value)
-    x = torch.rand(2 * size, 4, generator=torch.Generator().manual_seed(0))
-    reference(x).square().mean().backward()
-    net(x[2 * rank : 2 * rank + 2].cuda()).square().mean().backward()
-    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad)
-    optimizer.step()
-    weight = net[0].weight
-    return weight.device.index, weight.to_local().device.index, whole[0].tolist(), len(whole[0].unique())
-
-
-def test_fully_shard_of_a_model_from_meta(on_ranks):
-    first, second = on_ranks(from_meta)
-    assert first[:2] == (0, 0) and second[:2] == (1, 1)
-    assert first[2] == second[2] and first[3] == 32  # every shard has numbers of its own
+def test_products_that_overlap_their_collectives(on_ranks):
+    on_ranks(overlapping_products)
 
 
 def under_autocast(rank, size):

@@ -55,28 +55,6 @@ def test_a_module_computes_as_on_the_cpu(name, mode):
             torch.testing.assert_close(first(net(x.cuda(1))).cpu(), first(reference(x)))
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_a_recurrent_network_names_the_device_that_its_input_is_not_on(kind):
-    net, steps = kind(3, 2).to("cuda:1"), [torch.ones(3, 3), torch.ones(2, 3)]
-    words = "found input tensor at cpu and parameter tensor at cuda:1"
-    for inputs in (steps[0], nn.utils.rnn.pack_sequence(steps)):
-        with pytest.raises(RuntimeError, match=words):
-            net(inputs)
-    with pytest.raises(RuntimeError, match="found input tensor at cpu and hidden tensor at cuda:2"):
-        kind(3, 2)(
-            steps[0], (torch.zeros(1, 2, device="cuda:2"),) * 2 if kind is nn.LSTM else torch.zeros(1, 2).cuda(2)
-        )
-
-
-def test_tensors_are_grouped_by_their_device():
-    tensors: list[torch.Tensor | None] = [torch.ones(2, device=device) for device in ("cuda:2", "cpu", "cuda:2")]
-    lists: list[list[torch.Tensor | None]] = [tensors, [], [None, None, None]]
-    groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(lists, with_indices=True)
-    assert list(groups) == [(torch.device("cuda:2"), torch.float32), (torch.device("cpu"), torch.float32)]
-    (grouped, empty, absent), indices = groups[torch.device("cuda:2"), torch.float32]
-    assert grouped == tensors[::2] and empty == [] and absent == [None, None] and indices == [0, 2]
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_packed_sequences_are_padded_on_their_device(kind, ordered):
@@ -131,55 +109,6 @@ def test_an_optimizer_over_two_devices(name):
     optimizers[1].step()
 
 
-def test_sparse_gradients():
-    table = nn.Embedding(5, 2, sparse=True).cuda(1)
-    table(torch.tensor([1, 2], device="cuda:1")).sum().backward()
-    assert table.weight.grad.is_sparse and table.weight.grad.get_device() == 1
-    torch.optim.SGD(table.parameters(), 0.1).step()
-
-
-@pytest.mark.parametrize(("n", "shapes"), [(10, [4, 4, 2]), (30, [10, 10, 10]), (2, [1, 1])])
-def test_scatter_and_gather(n, shapes):
-    batch = torch.arange(float(n * 2)).reshape(n, 2)
-    shards = nn.parallel.scatter({"x": batch, "n": 1}, [0, 1, 2])
-    assert [s["x"].shape[0] for s in shards] == shapes
-    assert [s["x"].device for s in shards] == [torch.device("cuda", i) for i in range(len(shapes))]
-    back = nn.parallel.gather([s["x"] for s in shards], 2)
-    assert back.get_device() == 2 and torch.equal(back.cpu(), batch)
-
-
-@pytest.mark.parametrize("n", [1, 7])
-def test_data_parallel(n):
-    reference = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    net = nn.DataParallel(copy.deepcopy(reference), device_ids=[0, 1, 2]).to("cuda:0")
-    x, y = torch.randn(n, 4), torch.randint(0, 3, (n,))
-    F.cross_entropy(reference(x), y).backward()
-    out = net(x)
-    assert out.device == torch.device("cuda:0")
-    F.cross_entropy(out, y.cuda()).backward()
-    for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), other.grad)
-
-
-def test_replicate_apply_and_data_parallel_functions():
-    net = nn.Linear(3, 2).cuda()
-    replicas = nn.parallel.replicate(net, [0, 1])
-    assert [r.weight.get_device() for r in replicas] == [0, 1]
-    outputs = nn.parallel.parallel_apply(replicas, nn.parallel.scatter(torch.ones(4, 3), [0, 1]))
-    assert [o.get_device() for o in outputs] == [0, 1]
-    assert nn.parallel.data_parallel(net, torch.ones(4, 3).cuda(), [0, 1], 1).get_device() == 1
-
-
-def test_coalesced_copies():
-    tensors = [torch.randn(3, device="cuda:0"), torch.randn(2, device="cuda:0")]
-    copies = torch.cuda.comm.broadcast_coalesced(tensors, [0, 1])
-    assert [[t.get_device() for t in row] for row in copies] == [[0, 0], [1, 1]]
-    sums = torch.cuda.comm.reduce_add_coalesced(copies, 0)
-    assert all(torch.equal(s, 2 * t) for s, t in zip(sums, tensors, strict=True))
-    with pytest.raises(RuntimeError, match="Expected all input tensors to be CUDA tensors"):
-        torch.cuda.comm.gather([torch.ones(1)])
-
-
 LOWER, FULL = torch.bfloat16, torch.float32
 
 
@@ -209,19 +138,6 @@ def test_autocast_of_the_cpu_leaves_devices_alone():
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_grad_scaler_skips_a_step_with_infinities():
-    net = nn.Linear(2, 2).cuda()
-    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cuda")
-    for factor, skipped in ((1.0, False), (float("inf"), True)):
-        optimizer.zero_grad()
-        before, scale = net.weight.detach().clone(), scaler.get_scale()
-        scaler.scale((net(torch.ones(1, 2, device="cuda")) * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(net.weight, before) is skipped
-        assert (scaler.get_scale() < scale) is skipped
-
-
 def test_lazy_modules_say_where_they_are_and_data_parallel_refuses_them_until_they_have_a_shape():
     lazy = nn.LazyLinear(3).to("cuda:1")
     assert lazy.weight.device == torch.device("cuda:1") and lazy.weight.is_cuda
@@ -234,14 +150,6 @@ def test_lazy_modules_say_where_they_are_and_data_parallel_refuses_them_until_th
     out = nn.DataParallel(net)(batch)
     out.sum().backward()
     assert out.shape == (6, 4) and all(p.grad.device == torch.device("cuda:0") for p in net.parameters())
-
-
-def test_lazy_modules_are_moved_and_cast_before_they_have_a_shape():
-    lazy = nn.LazyLinear(3).to("cuda:1").to(torch.float64)
-    assert (lazy.weight.device, lazy.weight.dtype) == (torch.device("cuda:1"), torch.float64)
-    assert lazy(torch.ones(1, 2, dtype=torch.float64, device="cuda:1")).device == torch.device("cuda:1")
-    assert nn.LazyLinear(3).cuda().cpu()(torch.ones(1, 2)).device == torch.device("cpu")
-    assert nn.LazyLinear(3).cuda(2).to("cpu").half().weight.dtype is torch.float16
 
 
 def test_what_is_on_a_parameter_stays_where_a_module_is_moved():
@@ -317,23 +225,6 @@ def test_a_parameter_keeps_its_class_and_its_attributes():
     net.cuda(1).weight.decays = False
     assert isinstance(net.weight, nn.Parameter) and pickle.loads(pickle.dumps(net)).weight.decays is False
     assert type(copy.deepcopy(net).cpu().weight) is Named and type(net.cpu().weight) is Named
-
-
-def test_complex_parameters_stay_complex_in_data_parallel():
-    class Phase(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.factor = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
-
-        def forward(self, x):
-            return x * self.factor
-
-    module = Phase().cuda()
-    batch = torch.randn(4, 3, dtype=torch.cfloat, device="cuda")
-    out = nn.DataParallel(module, [0, 1])(batch)
-    assert torch.equal(out, batch)
-    out.abs().sum().backward()
-    assert module.factor.grad.is_complex() and module.factor.grad.abs().min() > 0
 
 
 def test_products_in_another_dtype_accumulate_in_it():

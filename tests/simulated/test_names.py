@@ -3,25 +3,19 @@ torch."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import re
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.cuda.nccl
 import torch.cuda.tunable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import comm
 
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.cuda import runtime
 from mgpu_check.simulated.operators import autograd
-from mgpu_check.simulated.operators.attention import SINCE_2_14
-from mgpu_check.torch_hooks import switches
 
 # Messages of a CUDA build without a driver, and of a CPU build, if a call has gone past the simulation.
 BEYOND = ("driver", "not compiled with CUDA", "Torch not compiled", "has no attribute '_", "CUDA backend")
@@ -135,154 +129,11 @@ def test_each_public_function_answers_or_is_refused_by_name(capsys):
     assert len(called) > 120
 
 
-def params(*shape: int, dtype: torch.dtype = torch.float16, mask: bool = False, gqa: bool = False) -> object:
-    query = torch.ones(shape, dtype=dtype, device="cuda:1")
-    key = query[:, :1] if gqa else query
-    return torch.backends.cuda.SDPAParams(
-        query, key, key, query.new_zeros(shape[2], shape[2]) if mask else None, 0.0, False, gqa
-    )
-
-
-# Those of torch.backends.cuda that take something -> what each is called with.
-GIVEN: dict[str, list[object]] = {
-    "SDPAParams": [],  # made by `params`
-    "allow_fp16_bf16_reduction_math_sdp": [False],
-    **{f"can_use_{kernel}_attention": [] for kernel in ("cudnn", "efficient", "flash")},  # below
-    "cuFFTPlanCache": [0],
-    "cuFFTPlanCacheAttrContextProp": [],  # a descriptor
-    **{f"enable_{kernel}_sdp": [True] for kernel in ("cudnn", "flash", "math", "mem_efficient")},
-    "preferred_blas_library": [None, "cublas", "cublaslt", "default"],
-    "preferred_linalg_library": [None, "cusolver", "magma", "default"],
-}
-# The objects that have the switches of libraries as attributes -> names that are none.
-SWITCHES = {"matmul": torch.backends.cuda.matmul, "cudnn": torch.backends.cudnn, "rnn": torch.backends.cudnn.rnn}
-PLAIN = {"init_dropout_state"}  # a function that asks for the kernel of a real cuDNN, and fails in every torch
-
-
-def attributes(owner: Any) -> set[str]:
-    """Of a class that says in its ``__getattr__`` what it has, or by properties."""
-    source = inspect.getsource(type(owner).__getattr__) if "__getattr__" in vars(type(owner)) else ""
-    return {n for n in vars(type(owner)) if not n.startswith("_")} - PLAIN | set(re.findall(r'name == "(\w+)"', source))
-
-
-@pytest.fixture
-def kept_precision() -> Iterator[None]:
-    """To set a switch to what it says is a setting of its own for torch, which the tests after would have, too."""
-    before = switches.saved_precision()
-    yield
-    switches.restore_precision(before)
-    assert switches.saved_precision() == before
-
-
-@pytest.mark.filterwarnings("ignore")  # experimental ones say so
-def test_each_name_of_the_backends_answers(kept_precision):
-    cuda, found = torch.backends.cuda, []
-    with simulated_node(2):
-        for name in cuda.__all__:
-            value = getattr(cuda, name)
-            if callable(value):
-                assert name in GIVEN or needs_nothing(value), (
-                    f"decide on torch.backends.cuda.{name}: what is it called with?"
-                )
-                found += [value(*() if given is None else (given,)) for given in GIVEN.get(name, [None])]
-        for owner in SWITCHES.values():
-            for name in attributes(owner):
-                value = getattr(owner, name)
-                if isinstance(value, (bool, int, str)) and not name.endswith("_split_k"):  # which are set with another
-                    setattr(owner, name, value)
-                    assert getattr(owner, name) == value, name
-                    found.append(value)
-        assert torch.backends.cudnn.rnn.get_cudnn_mode("LSTM") == 2
-        torch.backends.cudnn.benchmark_limit = 3
-        with torch.backends.cudnn.flags(benchmark_limit=4):
-            assert torch.backends.cudnn.benchmark_limit == 4
-        assert torch.backends.cudnn.benchmark_limit == 3
-        assert cuda.preferred_linalg_library("cusolver") == cuda.preferred_linalg_library()
-    assert len(found) > 35
-    assert {"allow_tf32", "fp32_precision"} <= attributes(torch.backends.cuda.matmul)
-    assert {"allow_tf32", "benchmark", "benchmark_limit", "enabled"} <= attributes(torch.backends.cudnn)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of why a kernel is not used
-@pytest.mark.parametrize(
-    ("told", "usable"),
-    [
-        ({}, "flash efficient cudnn"),
-        ({"dtype": torch.bfloat16, "gqa": True}, "flash cudnn" + " efficient" * SINCE_2_14),
-        ({"dtype": torch.float32}, "efficient"),
-        ({"dtype": torch.float64}, ""),
-        ({"mask": True}, "efficient cudnn"),
-        ({"shape": (2, 4, 8, 12)}, "flash"),
-        ({"shape": (2, 4, 8, 512)}, "efficient"),
-        *([] if SINCE_2_14 else [({"shape": (4, 8, 16)}, "")]),  # it adds a dimension before it asks
-    ],
-    ids=str,
-)
-def test_which_kernels_of_attention_cuda_would_have(told, usable):
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    }
-    with simulated_node(2):
-        given: Any = params(*told.get("shape", (2, 4, 8, 16)), **{k: v for k, v in told.items() if k != "shape"})
-        operands = given.query, given.key, given.value, given.attn_mask
-        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=given.enable_gqa)
-        computed = attend(*operands)
-        for name, backend in backends.items():
-            can = getattr(torch.backends.cuda, f"can_use_{name}_attention")
-            assert can(given) == (name in usable.split()), name
-            with sdpa_kernel(backend):
-                if can(given):
-                    found = attend(*operands)
-                    torch.testing.assert_close(found, computed)
-                else:
-                    with pytest.raises(RuntimeError, match=r"No available kernel\. Aborting execution\."):
-                        attend(*operands)
-        with sdpa_kernel(SDPBackend.MATH):
-            assert not any(getattr(torch.backends.cuda, f"can_use_{name}_attention")(given) for name in backends)
-
-
 def test_refused_parts_of_cuda_are_named():
     with simulated_node(1):
         for name in ("MemPool", "CUDAPluggableAllocator", "GreenContext"):
             with pytest.raises(RuntimeError, match=rf"torch\.cuda\.{name} is not available on a simulated node"):
                 getattr(torch.cuda, name)()
-
-
-def test_libraries_say_what_they_are():
-    with simulated_node(2):
-        assert torch.backends.cuda.is_built() and torch.version.cuda
-        assert torch.backends.cudnn.is_available() and torch.backends.cudnn.version() > 90000
-        assert torch.backends.cudnn.is_acceptable(torch.ones(1, device="cuda:1"))
-        assert not torch.backends.cudnn.is_acceptable(torch.ones(1))
-        with torch.backends.cudnn.flags(enabled=False):
-            assert not torch.backends.cudnn.is_acceptable(torch.ones(1, device="cuda:1"))
-        assert torch.cuda.nccl.version() >= (2, 10)
-        assert torch.cuda.get_allocator_backend() == "native"
-        assert torch.backends.cuda.cufft_plan_cache[1].max_size > 0
-        with torch.cuda.nvtx.range("step"):
-            assert torch.cuda.nvtx.range_push("inner") == 1
-    if not torch.backends.cuda.is_built():
-        assert torch.version.cuda is None and torch.backends.cudnn.version() is None
-
-
-def test_nccl_of_one_process_combines_its_devices():
-    with simulated_node(2):
-        inputs = [torch.full((2,), i + 1.0, device=f"cuda:{i}") for i in range(2)]
-        torch.cuda.nccl.all_reduce(inputs)
-        assert [t.tolist() for t in inputs] == [[3, 3], [3, 3]]
-        outputs = [torch.zeros(4, device=f"cuda:{i}") for i in range(2)]
-        torch.cuda.nccl.all_gather(inputs, outputs)
-        assert outputs[1].tolist() == [3, 3, 3, 3]
-        torch.cuda.nccl.reduce_scatter(outputs, inputs)
-        assert inputs[0].tolist() == [6, 6]
-        torch.cuda.nccl.reduce(inputs, output=(first := torch.zeros(2, device="cuda:0")), root=0)
-        assert first.tolist() == [12, 12]
-        torch.cuda.nccl.broadcast([first, inputs[1]])
-        assert inputs[1].tolist() == [12, 12]
-        with pytest.raises(RuntimeError, match="inputs must be on unique devices"):
-            torch.cuda.nccl.all_reduce([first, first.clone()])
 
 
 def test_nccl_of_one_process_has_no_type_for_some_dtypes():

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.simulated.conftest import Passing
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -176,11 +177,6 @@ def test_a_device_that_does_not_exist(call):
         call()
     with pytest.raises(AssertionError, match="Invalid device id"):
         torch.cuda.get_device_properties(4)
-
-
-class Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, Passing])

@@ -39,6 +39,7 @@ def script(folder, name, text):
         (["--gpus=0", "a.py"], "'0' is not a number of GPUs"),
         (["--gpus=four", "a.py"], "'four' is not a number of GPUs"),
         (["--simulate=tpu", "a.py"], "'tpu' is not a backing device"),
+        (["--simulate-arithmetic=sums", "a.py"], "no kind of arithmetic is called 'sums'; choose cpu, gpu (all kinds)"),
         (["--backing=cpu", "a.py"], "unrecognized arguments: --backing=cpu"),
         (["--", "-m"], "-m needs the name of a module"),
         (

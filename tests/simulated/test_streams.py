@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import pytest
@@ -64,30 +63,6 @@ def test_a_stream_that_sleeps_is_busy_and_events_are_reached_in_turn():
     assert stream.query()
 
 
-def test_events_belong_to_the_device_that_records_them_first():
-    one, other = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    one.record(torch.cuda.current_stream(0))
-    other.record(torch.cuda.current_stream(1))
-    with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
-        one.elapsed_time(other)
-    with pytest.raises(RuntimeError, match="Event device 0 does not match recording stream's device 1"):
-        one.record(torch.cuda.current_stream(1))
-
-
-def test_streams_are_known_by_their_numbers():
-    side = torch.cuda.Stream(2, priority=-9)
-    least, greatest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
-    assert side.priority == greatest < least
-    again = torch.cuda.Stream(stream_id=side.stream_id, device_index=2, device_type=side.device_type)
-    assert again is side
-    torch._C._cuda_setStream(stream_id=side.stream_id, device_index=2, device_type=side.device_type)
-    assert torch.cuda.current_stream(2) is side and torch.cuda.current_device() == 2
-    assert torch.cuda.default_stream(2).cuda_stream == 0 != side.cuda_stream
-    assert torch.cuda.ExternalStream(17, device=1).cuda_stream == 17
-    with pytest.raises(RuntimeError, match="invalid device ordinal"):
-        torch.cuda.Stream(4)
-
-
 def test_backward_runs_on_the_stream_and_the_device_of_the_forward():
     seen = []
 
@@ -117,31 +92,6 @@ def test_backward_runs_on_the_stream_and_the_device_of_the_forward():
     assert seen == [(torch.cuda.default_stream(1), 1)]
 
 
-def test_waits_of_the_host_can_be_warned_of_and_refused():
-    x = torch.ones(2, device="cuda")
-    torch.cuda.set_sync_debug_mode("warn")
-    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
-        x.sum().item()
-    torch.cuda.set_sync_debug_mode("error")
-    assert torch.cuda.get_sync_debug_mode() == 2
-    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-        x.cpu()
-    x.to("cpu", non_blocking=True)
-    torch.cuda.set_sync_debug_mode(0)
-
-
-def test_streams_of_one_handle_are_equal():
-    runtime, handle = torch.cuda.cudart(), ctypes.c_void_p()
-    assert runtime.cudaStreamCreate(ctypes.addressof(handle)) == 0 and handle.value
-    with torch.cuda.device(1):
-        one = torch.cuda.ExternalStream(handle.value)
-    other = torch.cuda.get_stream_from_external(handle.value, torch.device("cuda:1"))
-    assert one == other and hash(one) == hash(other) and one.device_index == 1
-    assert other.__cuda_stream__() == (0, handle.value)
-    assert runtime.cudaStreamDestroy(handle.value) == 0 and runtime.cudaStreamDestroy(handle.value) == 400
-    assert torch.cuda.Stream() != torch.cuda.Stream() and torch.cuda.current_stream(0) != torch.cuda.current_stream(1)
-
-
 @pytest.mark.parametrize("copy", [lambda t, late: t.to("cuda", non_blocking=late),
                                   lambda t, late: torch.zeros(3, device="cuda").copy_(t, non_blocking=late)])  # fmt: skip
 @pytest.mark.parametrize("late", [True, False])
@@ -154,11 +104,6 @@ def test_the_host_waits_for_a_copy_to_a_device_unless_it_is_told_not_to(copy, la
         copy(torch.ones(3).pin_memory(), late)
         assert torch.cuda.current_stream().query() is not late
     stream.synchronize()
-
-
-def test_a_copy_to_the_host_that_nobody_waits_for_is_pinned():
-    t = torch.ones(3, device="cuda")
-    assert t.to("cpu", non_blocking=True).is_pinned() and not t.to("cpu").is_pinned()
 
 
 def test_streams_that_wait_for_each_other_in_turn_hold_each_copy_once():

@@ -382,13 +382,6 @@ fixed = settings(deadline=None, derandomize=True, database=None, suppress_health
 
 
 @pytest.mark.slow
-@settings(fixed, max_examples=30)
-@given(PROGRAMS)
-def test_module_surgery_is_as_in_torch(program):
-    assert_as_in_torch(program)
-
-
-@pytest.mark.slow
 @settings(fixed, max_examples=1000)
 @given(PROGRAMS)
 def test_a_thousand_programs_of_module_surgery_are_as_in_torch(program):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import io
 import pickle
 from typing import Any
 
@@ -13,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.simulated import is_simulated, simulated_device_count, simulated_node, to_real
+from mgpu_check.simulated import is_simulated, to_real
+from tests.simulated.conftest import Passing
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -29,15 +27,6 @@ def test_a_tensor_says_where_it_is(device):
     assert t.untyped_storage().device == torch.device("cuda:2")
     assert str(t) == "tensor([1., 1., 1.], device='cuda:2')"
     assert is_simulated(t) and isinstance(t, torch.Tensor)
-
-
-def test_a_bare_cuda_is_the_current_device():
-    with torch.cuda.device(3):
-        assert torch.zeros(1, device="cuda").device == torch.device("cuda:3")
-        assert torch.zeros(1).cuda().device == torch.device("cuda:3")
-    torch.cuda.set_device(1)
-    assert torch.zeros(1).to("cuda").get_device() == 1
-    assert torch.device(2) == torch.device("cuda:2")
 
 
 FACTORIES = {
@@ -89,18 +78,6 @@ def test_default_device():
     assert torch.zeros(1).device.type == "cpu"
 
 
-def test_moves_keep_values_and_copy():
-    x = torch.arange(6.0).reshape(2, 3)
-    there = x.to("cuda:1", torch.float64)
-    x.add_(1)
-    assert there.dtype is torch.float64
-    assert there.cpu().tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert there.to("cuda:1") is there
-    assert there.to(torch.zeros(1, device="cuda:3")).device == torch.device("cuda:3")
-    assert there.to(x).device == x.device and there.to(x).dtype is x.dtype
-    assert there.half().device == there.device
-
-
 def test_views_share_memory():
     x = torch.zeros(3, 3, device="cuda:1")
     row = x[1]
@@ -109,50 +86,6 @@ def test_views_share_memory():
     x[x > 1] = 7
     assert x.cpu().tolist() == [[1, 0, 0], [1, 7, 7], [1, 0, 0]]
     assert x.detach().data_ptr() == x.data_ptr()
-
-
-def test_formatting_and_scalars():
-    loss = torch.tensor(1.23456, device="cuda:1")
-    assert f"{loss:.2f}" == "1.23"
-    assert [loss.item(), float(loss), loss.tolist()] == [pytest.approx(1.23456)] * 3
-
-
-def test_no_numpy_from_a_device():
-    t = torch.ones(2, device="cuda:0")
-    want = (
-        r"can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu\(\) to copy the tensor to host memory first."
-    )
-    for convert in (t.numpy, t.__array__):
-        with pytest.raises(TypeError, match=want):
-            convert()
-
-
-LOCATIONS: dict[str, tuple[Any, str]] = {
-    "None": (None, "cuda:1"),
-    "str": ("cuda:2", "cuda:2"),
-    "cpu": ("cpu", "cpu"),
-    "device": (torch.device("cuda", 0), "cuda:0"),
-    "dict": ({"cuda:1": "cuda:3"}, "cuda:3"),
-    "callable": (lambda storage, location: storage.cuda(2), "cuda:2"),
-    "identity": (lambda storage, location: storage, "cpu"),
-}
-
-
-@pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("name", LOCATIONS)
-def test_save_and_load(name, weights_only):
-    location, expected = LOCATIONS[name]
-    weight = nn.Parameter(torch.randn(4, 3, device="cuda:1"))
-    file = io.BytesIO()
-    torch.save({"weight": weight, "view": weight.detach()[1:]}, file)
-    file.seek(0)
-    loaded = torch.load(file, map_location=location, weights_only=weights_only)
-    assert loaded["weight"].device == loaded["view"].device == torch.device(expected)
-    assert isinstance(loaded["weight"], nn.Parameter)
-    assert torch.equal(loaded["weight"].cpu(), weight.cpu())
-    with torch.no_grad():
-        loaded["weight"].zero_()
-    assert not loaded["view"].any()  # they still share their storage
 
 
 def test_deepcopy_and_pickle():
@@ -180,13 +113,6 @@ def test_to_real_gives_a_plain_tensor():
     assert type(to_real(torch.ones(2))) is torch.Tensor
 
 
-def test_one_node_at_a_time():
-    assert simulated_device_count() == 4
-    with pytest.raises(RuntimeError, match="active in this process already"), simulated_node(2):
-        pass
-    assert simulated_device_count() == 4
-
-
 @pytest.mark.usefixtures("node")
 def test_what_c_makes_for_an_operator_is_on_the_device():
     a = torch.eye(3, device="cuda:1")
@@ -201,11 +127,6 @@ def test_what_c_makes_for_an_operator_is_on_the_device():
     joined = torch._utils._flatten_dense_tensors([empty, a])
     parts = torch._utils._unflatten_dense_tensors(joined, [empty, a])
     assert [part.device for part in parts] == [a.device] * 2 and torch.equal(parts[1], a)
-
-
-class _Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 COMBINED_IN_C = {
@@ -224,7 +145,7 @@ COMBINED_IN_C = {
 }
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Passing])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Passing])
 @pytest.mark.parametrize("name", COMBINED_IN_C)
 def test_what_c_combines_with_a_tensor_is_on_its_device_under_a_mode_too(name, mode):
     x = torch.tensor([0.0, 1.0, 2.0])
@@ -235,7 +156,7 @@ def test_what_c_combines_with_a_tensor_is_on_its_device_under_a_mode_too(name, m
     assert torch.allclose(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Passing])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Passing])
 @pytest.mark.parametrize("name", ["combinations", "quantile", "nanquantile", "causal attention"])
 def test_gradients_come_back_through_what_c_combines(name, mode):
     gradients = []
@@ -246,25 +167,6 @@ def test_gradients_come_back_through_what_c_combines(name, mode):
         gradients.append(x.grad.cpu())
     one, other = gradients
     assert torch.allclose(one, other)
-
-
-@pytest.mark.parametrize("masked", [torch.bool, torch.float32])
-def test_attention_by_a_kernel_of_cuda_heeds_its_mask(masked):
-    x = torch.randn(1, 2, 4, 8)
-    mask = torch.ones(4, 4).tril().bool() if masked is torch.bool else torch.randn(4, 4)
-    expected = F.scaled_dot_product_attention(x, x, x, mask)
-    on_device = x.to("cuda:1")
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        found = F.scaled_dot_product_attention(on_device, on_device, on_device, mask.to("cuda:1"))
-    assert torch.allclose(found.cpu(), expected, atol=1e-6)
-
-
-@pytest.mark.usefixtures("node")
-@pytest.mark.parametrize("name", ["empty_like", "zeros_like"])
-def test_like_a_tensor_on_meta(name):
-    made = getattr(torch, name)(torch.ones(2, 3, device="meta"), device="cuda:1")
-    assert made.device == torch.device("cuda:1") and made.shape == (2, 3)
-    assert made.fill_(1).sum().item() == 6
 
 
 def test_constructors_of_before_there_were_dtypes():

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_check.oracles.strategies import batches
-from mgpu_check.oracles.tensors import KINDS
-from mgpu_check.strategies import BatchSpec, Leaf, Nested, Sample, Split, TensorSpec, batch_sizes
+from mgpu_check.strategies import BatchSpec, Leaf, Nested, Sample, TensorSpec, batch_sizes
 
 X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)
 
@@ -25,20 +24,6 @@ def test_containers(kind: str, expected: Any) -> None:
     first, second = built.values() if isinstance(built, dict) else built
     assert torch.equal(first, X.build())
     assert torch.equal(second, Y.build())
-
-
-def test_leaves_stay_what_they_are() -> None:
-    value = frozenset({"train"})
-    assert Leaf(value).build() is value
-
-
-def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="kind='set'"):
-        Nested("set", (X,))
-    with pytest.raises(ValueError, match="3 were given"):
-        Nested("namedtuple", (X, X, X))
-    with pytest.raises(TypeError, match="Nested, not a single tensor"):
-        _ = Split(Nested("tuple", (X,)), 4).tensor
 
 
 def tensors_in(spec: BatchSpec) -> list[TensorSpec]:
@@ -66,7 +51,3 @@ def test_without_containers_a_batch_is_a_tensor(data: st.DataObject) -> None:
 @given(data=st.data(), devices=st.integers(1, 8))
 def test_sizes_without_the_empty_batch(data: st.DataObject, devices: int) -> None:
     assert data.draw(batch_sizes(devices, empty=False)) >= 1
-
-
-def test_kinds_are_those_that_scatter_knows() -> None:
-    assert set(KINDS) == {"tuple", "list", "dict", "namedtuple", "ordereddict"}

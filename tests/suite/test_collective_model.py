@@ -13,8 +13,7 @@ from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.oracles.collectives.cases import FLOATING, OPERATIONS, REDUCED, CollectiveCall, assert_shared, left_out
 from mgpu_check.oracles.collectives.repeated_calls import LIMIT, elements_for, mean_error, most_ranks, terms_of
 from mgpu_check.suite.collectives import strategies as collective_calls
-from mgpu_check.suite.collectives.calls import CallMemory, _may_refuse, given_blocks, right_block, shaped, stretched
-from mgpu_check.torch_hooks.tensors import as_bits
+from mgpu_check.suite.collectives.calls import CallMemory, _may_refuse, given_blocks, right_block, shaped
 
 FOLD: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -101,12 +100,6 @@ def test_every_byte_of_the_memory_is_told(layout):
     assert len(whole) >= 48 + 3 * 17
 
 
-def test_values_repeat_without_end():
-    block = torch.arange(7)
-    assert stretched(block, 5, 20).tolist() == [(5 + index) % 7 for index in range(20)]
-    assert stretched(block, 0, 0).tolist() == []
-
-
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_rounding_to_nearest_leans_to_no_side_and_truncation_does(count, dtype):
@@ -132,7 +125,6 @@ def test_too_many_ranks_for_a_dtype_are_refused():
     with pytest.raises(ValueError, match="use fewer ranks"):
         terms_of(64, torch.bfloat16, 0)
     assert most_ranks(torch.bfloat16) == 63
-    assert len(terms_of(63, torch.bfloat16, 0)) == 63
 
 
 def test_ranks_that_differ_are_named():
@@ -143,11 +135,6 @@ def test_ranks_that_differ_are_named():
         assert_shared([[("x", "a")], [("x", "b")]])
     assert tied.value.ranks == (0, 1), "either may be wrong"
     assert_shared([[("x", "a")], [("x", "a")]])
-
-
-def test_bits_of_complex_numbers_and_booleans():
-    assert as_bits(torch.zeros(2, dtype=torch.complex64)).shape == (2, 2)
-    assert as_bits(torch.ones(2, dtype=torch.bool)).dtype is torch.uint8
 
 
 @pytest.mark.parametrize(

@@ -61,24 +61,6 @@ def test_terms_have_one_result_in_every_order(dtype):
             )
 
 
-def test_elements_and_ranks_differ():
-    index = torch.arange(4096)
-    terms = Terms("sum", torch.float32, 8, seed=1)
-    parts = [terms.of_rank(rank, index) for rank in range(8)]
-    assert all(bool((one != other).all()) for one, other in itertools.combinations(parts, 2))
-    assert min(len(part.unique()) for part in parts) > 4000
-    for start in (13, 26, 39):
-        assert float((terms.result(index[:-64]) == terms.result(index[start : start - 64])).float().mean()) < 0.01
-
-
-def test_bus_factors_are_those_of_nccl_tests():
-    factors = {name: [transfer.share_of_link(n) for n in (2, 4, 8)] for name, transfer in TRANSFERS.items()}
-    parts = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
-    assert factors.pop("all_reduce") == [1.0, 1.5, 1.75]
-    assert {name for name, factor in factors.items() if factor == [0.5, 0.75, 0.875]} == parts
-    assert {name for name, factor in factors.items() if factor == [1.0, 1.0, 1.0]} == {"broadcast", "reduce"}
-
-
 REDUCING = tuple(name for name, transfer in TRANSFERS.items() if transfer.reduces)
 COPYING = (*(name for name in TRANSFERS if name not in REDUCING), "send_recv")
 ALL = Cases((

@@ -14,8 +14,8 @@ from mgpu_check.oracles.devices import arithmetic, products
 from mgpu_check.oracles.devices import cases as compute
 from mgpu_check.oracles.devices.arithmetic import OPERATIONS
 from mgpu_check.oracles.devices.cases import ComputeCase
-from mgpu_check.oracles.devices.operations import DTYPES, CaseUnsupported, bits, digests_of_pieces, evidence_of
-from mgpu_check.oracles.generated_data import digest, integers
+from mgpu_check.oracles.devices.operations import DTYPES, CaseUnsupported, bits, evidence_of
+from mgpu_check.oracles.generated_data import integers
 
 CPU = torch.device("cpu")
 GPU = Subject("gpu", (0,))
@@ -62,7 +62,7 @@ def spoiled(result, place):
     return flat.view(result.dtype).reshape(result.shape)
 
 
-def test_each_oracle_sees_one_wrong_element():
+def test_each_oracle_sees_one_wrong_element_and_nan():
     missed = []
     for case in cases():
         made = OPERATIONS[case.operation](case, CPU)
@@ -70,6 +70,10 @@ def test_each_oracle_sees_one_wrong_element():
         if made.judge is None:
             continue
         result = made.call()
+        if result.dtype.is_floating_point and case.operation not in ("quotient", "square root"):
+            spoiled_by_nan = result.clone()
+            spoiled_by_nan.view(-1)[result.reshape(-1).isfinite().nonzero()[0]] = torch.nan
+            assert made.judge(spoiled_by_nan), case
         place = 13 % result.numel()
         seen = made.judge(spoiled(result, place))
         if case.operation in ("random bits", "normal numbers"):
@@ -82,18 +86,6 @@ def test_each_oracle_sees_one_wrong_element():
                 flat = flat * side + index
             assert flat == place, case
     assert missed == []
-
-
-def test_nan_is_wrong_for_each_oracle_of_floats():
-    for case in cases():
-        made = OPERATIONS[case.operation](case, CPU)
-        result = made.call()
-        if made.judge is None or not result.dtype.is_floating_point or case.operation in ("quotient", "square root"):
-            continue
-        result = result.clone()
-        place = result.reshape(-1).isfinite().nonzero()[0]
-        result.view(-1)[place] = torch.nan
-        assert made.judge(result), case
 
 
 @pytest.mark.parametrize("dtype", OPERATIONS_OF_SHAPES)
@@ -211,20 +203,6 @@ def test_evidence_has_the_shape_of_what_is_wrong():
     assert seen["bits"] == dict.fromkeys(("22", "23", "24", "25", "26", "27", "28", "29", "30"), 128)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8, torch.float8_e5m2])
-def test_digests_depend_on_values_and_places(dtype):
-    one = torch.arange(1, 200).to(torch.int8).view(-1)[:120].float().to(dtype)
-    other = one.clone()
-    other[[3, 7]] = one[[7, 3]]
-    assert digest(one) != digest(other) and digest(one) == digest(one.clone())
-    differing = [
-        i
-        for i, pair in enumerate(zip(digests_of_pieces(one), digests_of_pieces(other), strict=True))
-        if pair[0] != pair[1]
-    ]
-    assert differing == [1, 3]
-
-
 def with_call(monkeypatch, spoil):
     """One product is `spoil`ed; counts from 1."""
     name = "product known by algebra"
@@ -282,15 +260,3 @@ def test_what_a_device_lacks_is_skipped(monkeypatch):
     entry: Any
     (entry,) = arithmetic.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
     assert (entry.outcome, entry.seen) == ("skipped", "bfloat16 needs compute capability 8.0; this device has 7.0")
-
-
-def test_only_what_is_timed_is_measured():
-    with pytest.raises(ValueError, match="timed=True with 'topk'"):
-        ComputeCase("topk", "int8", 32, 0, timed=True)
-
-
-@pytest.mark.parametrize("wrong", [{"operation": "x"}, {"dtype": "int4"}, {"size": 8}, {"repeats": 0}])
-def test_cases_that_make_no_sense(wrong):
-    given = {"operation": "sum", "dtype": "int8", "size": 32, "seed": 0} | wrong
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-        ComputeCase(**given)

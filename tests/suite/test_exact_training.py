@@ -46,13 +46,6 @@ def test_one_wrong_bit_is_found():
         assert_same(got, expected, "here", 1)
 
 
-def test_numbers_that_would_not_stay_exact_are_refused():
-    with pytest.raises(ValueError, match="steps=3 must be 1 or 2"):
-        ExactTraining(steps=3)
-    with pytest.raises(ValueError, match="widths=\\(6,\\) must name inputs and outputs"):
-        ExactTraining(widths=(6,))
-
-
 def test_replicas_that_share_memory_are_named(monkeypatch):
     shared: dict[str, torch.Tensor] = {}
 

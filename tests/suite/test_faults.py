@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mgpu_check.asserts.findings import enough
+from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.faults import registry
-from mgpu_check.suite.common.faults.planting import around, counted, given, returned
+from mgpu_check.suite.common.faults.planting import around, both, counted, given, one_device, returned
 from mgpu_check.suite.common.faults.registry import PROPERTIES, FaultRow, When, all_faults, fault, planted, register
 
 
@@ -44,22 +46,6 @@ def test_checks_may_end_at_their_first_finding_while_a_fault_is_planted():
     assert not enough(["a finding"])
 
 
-def test_an_unknown_property_is_refused():
-    def slow():
-        yield
-
-    with pytest.raises(ValueError, match=r"fault: 'slow' of module .* has no property; .* PROPERTY is one of fixtures"):
-        fault("it is slow")(slow)
-
-
-def test_a_condition_without_what_plants_is_refused():
-    with pytest.raises(ValueError, match="'never' has `when`, which needs `by`"):
-
-        @fault("it is never wrong", when=When("never", lambda: False))
-        def never():
-            return None
-
-
 def test_a_condition_selects_calls_and_names_them():
     def calls(body):
         seen.append([body(number) for number in range(4)])
@@ -71,13 +57,6 @@ def test_a_condition_selects_calls_and_names_them():
     assert str(both) == "above 1, odd"
     calls(both.guards(lambda number: number))
     assert seen == [[NotImplemented, NotImplemented, NotImplemented, 3]]
-
-
-def test_a_count_begins_anew_with_each_planting():
-    second = counted("second call", lambda count: count.later(1)) & When("always", lambda: True)
-    for _ in range(2):
-        body = second.guards(lambda: "wrong")
-        assert [body(), body()] == [NotImplemented, "wrong"]
 
 
 class Owner:
@@ -107,6 +86,30 @@ def test_planters_change_arguments_and_results_of_a_function(context, result):
     with context:
         assert Owner().plus(3) == result
     assert dict(vars(Owner)) == before
+
+
+def test_one_fault_replaces_functions_of_several_owners() -> None:
+    one, other = SimpleNamespace(f=lambda: 1, g=lambda: 2), SimpleNamespace(h=lambda: 3)
+    with both(around(one, "f", "g"), around(other, "h"))(lambda real: -real()):
+        assert (one.f(), one.g(), other.h()) == (-1, -2, -3)
+    assert (one.f(), one.g(), other.h()) == (1, 2, 3)
+
+
+def test_everything_is_restored_where_a_name_is_unknown() -> None:
+    owner = SimpleNamespace(known=1)
+    with pytest.raises(AttributeError, match="unknown"), around(owner, "known", "unknown")(lambda real: 2):
+        pass
+    assert owner.known == 1
+
+
+def test_conditions_on_devices_and_dtypes() -> None:
+    with simulated_node(2):
+        here, there = torch.zeros(1), torch.zeros(1, dtype=torch.int8, device="cuda:1")
+        near = torch.zeros(1, dtype=torch.int8, device="cuda:0")
+        ours = one_device(torch.int8, torch.int16)
+        assert [ours.holds(None, one) for one in (here.char(), near, there)] == [False, False, True]
+        assert not one_device().holds(None)
+    assert [str(one) for one in (ours, one_device())] == ["one device, int8 and int16", "one device"]
 
 
 def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):

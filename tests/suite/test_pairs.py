@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
-from mgpu_check.oracles.pairs import drawn_rows, in_pairs, words_of
+from mgpu_check.oracles.pairs import drawn_rows, in_pairs
 
 OPTIONS = {"a": (1, 2), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 0, 1)}
 
@@ -24,11 +22,6 @@ def test_each_pair_of_values_occurs_in_few_rows():
     assert rows == in_pairs(OPTIONS)
 
 
-@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 2), (2, 4), (9, 10)])
-def test_rows_grow_slowly_with_the_number_of_options(count, rows):
-    assert len(in_pairs({f"option {number}": (0, 1) for number in range(count)})) == rows
-
-
 def test_what_is_not_allowed_together_is_left_out():
     def allowed(row):
         return not (row.get("b") and row.get("c") == "x")
@@ -44,8 +37,3 @@ def test_few_examples_take_a_share_of_the_rows_and_over_seeds_all():
     shares = [drawn_rows(OPTIONS, seed=seed, more=False) for seed in range(4)]
     assert sorted(str(row) for share in shares for row in share) == sorted(map(str, rows))
     assert max(map(len, shares)) <= len(rows) // 4 + 1
-
-
-def test_a_row_is_named_by_what_differs_from_the_first_values():
-    assert words_of({"a": 1, "b": True, "c": "x", "d": 0}, OPTIONS) == "b=True, d=0"
-    assert words_of({"a": 1, "b": False}, OPTIONS) == "the first value of each option"

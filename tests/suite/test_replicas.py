@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,22 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mgpu_check.asserts.models import assert_replicas_agree, fingerprint
-from mgpu_check.engine.launcher import LocalLauncher
-from mgpu_check.engine.pool import RankPool
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.oracles.training import models
-from mgpu_check.plugin.serialization import by_value
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(LocalLauncher(simulate="cpu"), slots=4, simulate="cpu", timeout=30.0)
-    pool.begin_test()
-    with by_value([sys.modules[__name__]]):
-        yield pool
-    pool.end_test(failed=True)
-    pool.close()
 
 
 def _state(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -92,18 +76,6 @@ def test_any_changed_bit_changes_the_fingerprint(values, data) -> None:
     assert fingerprint(tensor) == fingerprint(tensor.clone())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64])
-def test_fingerprints_of_dtypes(dtype) -> None:
-    tensor = torch.tensor([1, 0, 1]).to(dtype)
-    assert fingerprint(tensor) == fingerprint(tensor.clone())
-    assert fingerprint(tensor) != fingerprint(tensor.flip(0).roll(1))
-
-
-def test_misuse() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        assert_replicas_agree([])
-
-
 def _across(rank: Rank, kind: str) -> tuple[str, tuple[int, ...]]:
     torch.manual_seed(0)
     state = {"weight": torch.randn(5, 3, device=rank.device), "bias": torch.ones(3, device=rank.device)}
@@ -137,8 +109,9 @@ def _of_all_kinds(rank: Rank) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.slow
-def test_equal_ranks_pass_and_the_odd_one_is_named(pool) -> None:
-    for (kind, (odd, text)), results in zip(KINDS.items(), zip(*pool.run(_of_all_kinds), strict=True), strict=True):
+@pytest.mark.gpus(4)
+def test_equal_ranks_pass_and_the_odd_one_is_named(ranks) -> None:
+    for (kind, (odd, text)), results in zip(KINDS.items(), zip(*ranks.run(_of_all_kinds), strict=True), strict=True):
         assert [ranks for _, ranks in results] == [(index,) if index == odd else () for index in range(4)], kind
         assert [bool(said) for said, _ in results] == [index == odd for index in range(4)], kind
         assert odd is None or (results[odd][0].startswith("model: rank") and text in results[odd][0]), kind

@@ -141,13 +141,6 @@ def test_other_nesting_is_named(shard: Any, words: str) -> None:
         assert_shards_cover({"x": X}, [shard], ["cpu"])
 
 
-def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="dim=2 is not valid"):
-        assert_shards_cover(X, parts(), CPUS, 2)
-    with pytest.raises(ValueError, match="at least one device"):
-        assert_shards_cover(X, [], [])
-
-
 def test_sizes() -> None:
     assert_shard_sizes(parts(), [3, 3, 1], CPUS)
     with pytest.raises(ShardError, match=r"expected sizes 3\+2\+2, got 3\+3\+1, first wrong on cpu") as caught:

@@ -7,52 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from mgpu_check.asserts import known_defects
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.known_defects import Met, heard_by
-from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.pairs import near_square
-from mgpu_check.oracles.training import training_steps as recipe
-from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.suite.sharded import dtensors
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
-from mgpu_check.suite.sharded.redistribution import part_of
-
-
-class Mesh:
-    def __init__(self, shape, place):
-        self.shape, self.place = shape, place
-
-    def size(self, dim):
-        return self.shape[dim]
-
-    def get_coordinate(self):
-        return self.place
-
-
-def mesh(shape: tuple[int, ...], place: tuple[int, ...]) -> Any:
-    return Mesh(shape, place)
-
-
-def test_the_part_of_a_rank_is_its_chunk():
-    for length in range(9):
-        whole = torch.arange(length)
-        for ranks in range(1, 6):
-            chunks = [*whole.chunk(ranks), *[whole[:0]] * ranks] if length else [whole] * ranks
-            parts = [part_of(whole, [Shard(0)], mesh((ranks,), (place,))) for place in range(ranks)]
-            assert [part.tolist() for part in parts] == [chunk.tolist() for chunk in chunks[:ranks]]
-    plane = torch.arange(30).reshape(5, 6)
-    assert part_of(plane, [Shard(0), Shard(1)], mesh((2, 2), (1, 0))).tolist() == plane[3:, :3].tolist()
-    assert part_of(plane, [Replicate(), Shard(0)], mesh((2, 2), (1, 1))).tolist() == plane[3:].tolist()
-
-
-def test_meshes_are_as_square_as_can_be():
-    assert [near_square(ranks) for ranks in range(1, 10)] == [
-        *((1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (1, 7), (2, 4), (3, 3))
-    ]
 
 
 def test_a_module_that_is_cast_by_hand_gets_inputs_of_float32_in_each_step():
@@ -70,24 +32,6 @@ def test_a_module_that_is_cast_by_hand_gets_inputs_of_float32_in_each_step():
         "a model, rank 1: inputs of float32 arrived as float64",
     ]
     assert [one.ranks for one in findings.found] == [(1,), (1,)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_training_for_mixed_precision_is_exact_in_low_precision(dtype):
-    for seed in range(3):
-        training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
-        inputs, factors = training.batches()[0]
-        for ranks in (1, 3):
-            total: dict[str, torch.Tensor] = {}
-            for x, y in zip(recipe.split(inputs, ranks), recipe.split(factors, ranks), strict=True):
-                found: list[Any] = []
-                for kind in (dtype, torch.float64):
-                    model = training.model().to(dtype).to(kind)
-                    recipe.weighted(model(x.to(kind)), (y * 64).to(kind)).backward()
-                    found.append({name: value.grad for name, value in model.named_parameters()})
-                assert_same(found[0], found[1], "own gradients")
-                total = {name: total.get(name, 0) + value for name, value in found[1].items()}
-            assert all(torch.equal((value / 64).to(dtype).double(), value / 64) for value in total.values())
 
 
 def test_an_operator_that_raises_is_named_and_ends_the_calls(monkeypatch):

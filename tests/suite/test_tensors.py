@@ -8,11 +8,9 @@ import sys
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.oracles.strategies import tensors
-from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, VALUES, layouts_for
+from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, VALUES
 from mgpu_check.strategies import TensorSpec
 
 
@@ -50,12 +48,6 @@ def test_layouts(layout: str, stride: tuple[int, ...], offset: int) -> None:
     assert torch.equal(tensor, TensorSpec((2, 3, 4, 5)).build())
 
 
-def test_layouts_of_few_dimensions() -> None:
-    assert layouts_for(0) == ("contiguous",)
-    assert layouts_for(1) == ("contiguous", "sliced", "strided")
-    assert set(layouts_for(4)) == set(LAYOUTS)
-
-
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bool"])
 def test_exact_values_have_exact_sums(dtype: str) -> None:
     parts = [TensorSpec((50,), dtype, seed=seed, values="exact").build() for seed in range(8)]
@@ -79,40 +71,10 @@ def test_special_values_are_among_them() -> None:
     assert (torch.signbit(tensor) & (tensor == 0)).any()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"dtype": "float8"}, "dtype='float8'"),
-        ({"layout": "channels_last"}, "layout='channels_last'"),
-        ({"values": "ones"}, "values='ones'"),
-        ({"shape": (2, -1)}, "negative"),
-    ],
-)
-def test_mistakes_are_named(arguments: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        TensorSpec(**{"shape": (2, 3), **arguments})  # type: ignore[arg-type]
-
-
 def test_like_keeps_shape_and_dtype() -> None:
     spec = TensorSpec((2, 3), "float16", "transposed", 5)
     assert spec.like("strided", seed=9) == TensorSpec((2, 3), "float16", "strided", 9, "exact")
     assert spec.like("channels_last").layout == "contiguous"
-
-
-@settings(max_examples=50, deadline=None, database=None)
-@given(data=st.data())
-def test_tensors_draws_only_what_it_is_given(data: st.DataObject) -> None:
-    spec = data.draw(tensors(shape=(2, 3, 4), dtypes=("int8",), values=("exact",), layouts=("channels_last", "sliced")))
-    assert (spec.shape, spec.dtype, spec.values, spec.layout) == ((2, 3, 4), "int8", "exact", "sliced")
-
-
-def test_drawing_needs_no_torch() -> None:
-    program = (
-        "import sys, mgpu_check.strategies\n"
-        "mgpu_check.strategies.tensors().map(repr)\n"
-        "assert 'torch' not in sys.modules, 'strategies import torch'"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.slow

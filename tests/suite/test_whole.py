@@ -7,15 +7,11 @@ import pytest
 import torch
 
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.oracles.training.cases import OPTIMIZERS, PLAIN, WholeRun
+from mgpu_check.oracles.training.cases import PLAIN, WholeRun
 from mgpu_check.oracles.training.reference_training import (
-    BUILDERS,
-    CLASSES,
-    FEATURES,
     OneDevice,
     assert_gradients_are,
     exact_arithmetic,
-    settle,
     slack,
     total,
 )
@@ -27,22 +23,21 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("model", [*PLAIN, "heads", "reused", "counting", "float64 inside"])
 def test_float32_computes_exactly(model: str) -> None:
     """Steps of float32 and float64 agree to the bit: batches of 24 rows, two steps, in several shards and in one."""
-    for seed in range(2):
-        run = WholeRun(model, 24, 2, "momentum", seed=seed)
-        one, narrow = OneDevice(run, CPU), run.build()
-        with exact_arithmetic():
-            for x, targets in run.batches():
-                narrow.zero_grad()
-                weighted(narrow(x), targets).backward()
-                shards = list(zip(x.tensor_split(5), targets.tensor_split(5), strict=True))
-                parts = one.parts(shards)
-                assert_gradients_are(narrow, parts, label=model)
-                assert_gradients_are(narrow, one.parts([(x, targets)]), label=model)
-                one.step(total(parts))
-                one.settle()
-                with torch.no_grad():
-                    for mine, exact in zip(narrow.parameters(), one.exact.parameters(), strict=True):
-                        mine.copy_(exact)
+    run = WholeRun(model, 24, 2, "momentum")
+    one, narrow = OneDevice(run, CPU), run.build()
+    with exact_arithmetic():
+        for x, targets in run.batches():
+            narrow.zero_grad()
+            weighted(narrow(x), targets).backward()
+            shards = list(zip(x.tensor_split(5), targets.tensor_split(5), strict=True))
+            parts = one.parts(shards)
+            assert_gradients_are(narrow, parts, label=model)
+            assert_gradients_are(narrow, one.parts([(x, targets)]), label=model)
+            one.step(total(parts))
+            one.settle()
+            with torch.no_grad():
+                for mine, exact in zip(narrow.parameters(), one.exact.parameters(), strict=True):
+                    mine.copy_(exact)
 
 
 @pytest.mark.parametrize("model", PLAIN)
@@ -62,18 +57,6 @@ def test_no_partial_sum_can_leave_the_whole_numbers_of_float32(model: str) -> No
     assert float(outputs.detach().abs().max()) < 1 << 24
 
 
-def test_small_runs_fit_half_precision() -> None:
-    """One row of a small run: outputs and gradients are whole numbers that bfloat16 has."""
-    for seed in range(20):
-        run = WholeRun("mlp", 1, small=True, seed=seed)
-        net = run.build()
-        x, targets = run.batches()[0]
-        weighted(net(x), targets).backward()
-        for parameter in net.parameters():
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad.bfloat16().float(), parameter.grad)
-
-
 def test_the_slack_is_nothing_where_a_sum_is_exact() -> None:
     parts = [torch.tensor([3.0, 2.0**23]), torch.tensor([-5.0, 2.0**23])]
     assert slack(torch.float32, 4, parts).tolist() == [0.0, 0.0]
@@ -81,16 +64,6 @@ def test_the_slack_is_nothing_where_a_sum_is_exact() -> None:
     assert slack(torch.float32, 7, parts).tolist() == pytest.approx([9 * eps * 8, 9 * eps * 2**24])
     # 257 is no number of bfloat16.
     assert slack(torch.bfloat16, 4, [torch.tensor([200.0]), torch.tensor([57.0])]).item() > 1
-
-
-def test_settled_parameters_are_small_whole_numbers() -> None:
-    net = BUILDERS["mlp"]()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(1000)
-    settle(net)
-    values = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-    assert set(values.tolist()) <= {-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0}
 
 
 def test_findings_name_parameter_part_and_element() -> None:
@@ -108,13 +81,3 @@ def test_findings_name_parameter_part_and_element() -> None:
     net.zero_grad()
     with pytest.raises(GradientMismatch, match=r"rank 1: 0\.weight has no gradient, expected one"):
         assert_gradients_are(net, parts, label="a step", rank=1)
-
-
-def test_wrong_runs_are_refused() -> None:
-    with pytest.raises(ValueError, match=f"optimizer='sdg' is unknown; choose one of {', '.join(OPTIMIZERS)}"):
-        WholeRun(optimizer="sdg")
-    with pytest.raises(ValueError, match="batch=-1 and steps=1 must be at least 0 and 1"):
-        WholeRun(batch=-1)
-    x, targets = WholeRun("mlp", 3, 2).batches()[1]
-    assert x.shape == (3, FEATURES) and targets.shape == (3, CLASSES)
-    assert bool((targets.abs() % 2 == 1).all())
