@@ -275,7 +275,7 @@ def test_what_stands_beside_the_package_imports_what_it_has():
     assert not missing
 
 
-LIMITS = {"mgpu_check": (399, 101_000), "tests": (346, 54_200)}
+LIMITS = {"mgpu_check": (400, 101_000), "tests": (340, 48_000)}
 """Files and lines of Python. A change that needs more removes something first, or gives its reason here.
 
 The package had 391 files and 99,400 lines before the arithmetic of GPUs, `assert_bitwise`, `assert_survives` and narrow
