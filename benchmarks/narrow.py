@@ -103,11 +103,11 @@ class Recipe(Buckets):
 
 def recipe_step(name):
     layer = type("Linear", (formats.NarrowLinear,), {"recipe": name})
-    names = (f"tests.gates.formats:{name}",) if name in ("nvfp4", "stochastic") else ()
-    return type(name, (Recipe,), {"layer": layer, "quantizers": names})
+    quantizers = (formats.RECIPES[name],) if name in ("nvfp4", "stochastic") else ()
+    return type(name, (Recipe,), {"layer": layer, "quantizers": quantizers})
 
 
-RECIPES = [recipe_step(name) for name in ("per_tensor", "per_row", "mxfp8", "nvfp4", "stochastic")]
+RECIPES = [recipe_step(name) for name in formats.RECIPES]
 STEPS = (Plain, Buckets, Masters, Autocast, Float16, *RECIPES)
 
 

@@ -114,14 +114,12 @@ def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = Tr
         )
 
 
-def check_quantizers(function_name: str, quantizers: Any) -> tuple[str, ...]:
-    """Return the names of quantizers; raise a ValueError unless they are several texts "module:function"."""
-    names = list(quantizers) if isinstance(quantizers, Iterable) and not isinstance(quantizers, str) else [quantizers]
-    if not all(isinstance(name, str) and all(name.partition(":")) for name in names) or isinstance(quantizers, str):
-        raise ValueError(
-            f"{function_name}: quantizers={quantizers!r}; give names of functions, such as ['package.module:quantize']"
-        )
-    return tuple(names)
+def check_quantizers(function_name: str, quantizers: Any) -> tuple[Callable[..., Any], ...]:
+    """Return the quantizers; raise a ValueError unless they are several functions."""
+    functions = list(quantizers) if isinstance(quantizers, Iterable) else [quantizers]
+    if not isinstance(quantizers, Iterable) or not all(inspect.isfunction(function) for function in functions):
+        raise ValueError(f"{function_name}: quantizers={quantizers!r}; give functions, such as [recipes.nvfp4]")
+    return tuple(functions)
 
 
 def is_count(value: object) -> bool:
@@ -198,7 +196,7 @@ class Program:
     placement: Placement = None  # the slices of parameters that ranks hold; see `numerics.placement.by_user`
     # The ranks whose returned values count: "last", or a function of coordinates in the mesh; None for all.
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None
-    quantizers: tuple[str, ...] = ()  # "module:function" that round to a format without a dtype
+    quantizers: tuple[Callable[..., Any], ...] = ()  # functions that round to a format without a dtype
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:

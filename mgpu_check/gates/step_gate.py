@@ -70,7 +70,7 @@ def assert_step_scales(
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None,
     unjudged: Mapping[str, str] | None = None,
     micro_batches: int | None = None,
-    quantizers: Iterable[str] = (),
+    quantizers: Iterable[Callable[..., Any]] = (),
     wire: Wire = None,
 ) -> None:
     """Assert that a training step on several ranks gives the same results as on one device.
@@ -118,10 +118,9 @@ def assert_step_scales(
         unjudged: parameters that need not be compared: a mapping from patterns to reasons.
         micro_batches: number of micro-batches that a rank divides its part of the batch into, for "divisible" sizes.
             Default: found out by runs on one device.
-        quantizers: the functions of the step that round to a format without a dtype of torch, such as FP4 in float32:
-            names "module:function" under which the step calls them. Each takes a tensor first, and returns it rounded,
-            in the same shape. Their rounding then counts in the tolerance. Casts to bfloat16, float16 and float8 need
-            no name.
+        quantizers: the functions of the step that round to a format without a dtype of torch, such as FP4 in float32.
+            Each takes a tensor first, and returns it rounded, in the same shape. Their rounding then counts in the
+            tolerance. Casts to bfloat16, float16 and float8 need no function.
         wire: the dtypes that ranks send: a mapping from patterns of names of collectives to a dtype or several,
             ``{"all_gather*": torch.float8_e4m3fn}``. Calls that torch makes in C++ are not seen; a pattern without a
             call fails.
@@ -137,6 +136,11 @@ def assert_step_scales(
     of_batch = None if isinstance(batch, st.SearchStrategy) else batch
     program = Program(step, build, of_batch, reference, single_process, placement=placement, returned_by=returned_by)
     program = replace(program, quantizers=check_quantizers(program.gate, quantizers))
+    if program.quantizers and reference is not None:
+        raise ValueError(
+            f"{program.gate}: quantizers and reference are both given, but the tolerance is measured on the reference; "
+            "leave the reference out, or give tolerance= in place of quantizers="
+        )
     declared = check_wire(program.gate, wire)
     reasons = check_unjudged(program.gate, unjudged)
     if micro_batches is not None:
@@ -213,6 +217,8 @@ def _assert_scales(
         raise ValueError(
             f"{program.gate}: world_sizes={allowed} compares one device with itself; give a reference, or 2"
         )
+    if wire and allowed == [1]:
+        raise ValueError(f"{program.gate}: wire is about several ranks, and world_sizes={allowed}; give 2 or more")
     trials = Trials(ranks, program, frozenset(observe), tolerance, name_of(program.step))
     if micro_batches is None:
         micro_batches = micro_batches_of(ranks, program) if sizes == "divisible" else 1

@@ -235,6 +235,7 @@ def narrow_tolerance(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     dtype: torch.dtype,
     comparisons: int,
+    coarse: bool = False,
 ) -> torch.Tensor:
     """Return how far rounding may move each element of a result, as float64.
 
@@ -245,6 +246,8 @@ def narrow_tolerance(
             of a tie, which decide differently in one direction only.
         dtype: the dtype of the result in the step.
         comparisons: number of elements that are compared together.
+        coarse: whether the step rounds to float8 or more coarsely. Then many ReLUs may decide differently, and the
+            samples show it for some of them only: each element may jump as far as any.
     """
     last = unit_in_last_place(torch.maximum(exact.abs(), samples[0].abs()), dtype)
     errors = torch.stack([(sample - exact).abs() for sample in samples])
@@ -258,6 +261,8 @@ def narrow_tolerance(
     for up, down in pairs:
         bent = (up + down - 2 * samples[0]).abs().nan_to_num(0.0)
         jumps = torch.maximum(jumps, torch.where(bent > _OUTLIER * typical + 2 * last, bent, 0.0))
+    if coarse:
+        jumps = jumps.amax().expand_as(jumps)
     squares = usual.square()
     before = squares - rounded
     # Small elements have a small last rounding, so they show the error before it better than the mean does.

@@ -66,17 +66,20 @@ def stochastic(x: torch.Tensor, dtype: torch.dtype, axis: int) -> torch.Tensor:
     return (x / scale + torch.rand_like(x) - 0.5).round() * scale
 
 
+RECIPES = {recipe.__name__: recipe for recipe in (per_tensor, per_row, mxfp8, nvfp4, stochastic)}
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.recipe = recipe
-        return globals()[recipe](x, E4M3, -1) @ globals()[recipe](weight, E4M3, -1).t()
+        return RECIPES[recipe](x, E4M3, -1) @ RECIPES[recipe](weight, E4M3, -1).t()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
-        rounded = globals()[ctx.recipe]
+        rounded = RECIPES[ctx.recipe]
         of_x = rounded(gradient, E5M2, -1) @ rounded(weight, E4M3, 0)
         return of_x, rounded(gradient, E5M2, 0).t() @ rounded(x, E4M3, 0), None
 
@@ -107,9 +110,9 @@ class Delayed(nn.Linear):
         return F.linear(rounded, self.weight, self.bias)
 
 
-def model_of(recipe: str) -> nn.Module:
+def model_of(recipe: str, activation: type[nn.Module] = nn.Tanh) -> nn.Module:
     linear = type("Linear", (NarrowLinear,), {"recipe": recipe})
-    return nn.Sequential(linear(16, 32), nn.Tanh(), linear(32, 8))
+    return nn.Sequential(linear(16, 32), activation(), linear(32, 8))
 
 
 def delayed(shared: bool = True) -> nn.Module:

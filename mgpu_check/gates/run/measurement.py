@@ -31,7 +31,7 @@ from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.torch_hooks.nested import named_parameters, tensors_of, with_tensors
 from mgpu_check.torch_hooks.patches import entered
 from mgpu_check.torch_hooks.switches import one_thread, some_threads
-from mgpu_check.torch_hooks.tensors import all_finite, name_of, plain_copy
+from mgpu_check.torch_hooks.tensors import FLOAT8, all_finite, name_of, plain_copy
 
 ROUNDOFF = unit_roundoff(torch.float32)
 
@@ -185,7 +185,7 @@ class Runs:
         self._drew: list[str] = []
         self._copies = True
         self._fused = False
-        self.narrow = False
+        self.narrow = self._coarse = False
         self._precise = True
 
     def _run(
@@ -281,7 +281,8 @@ class Runs:
             deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(*modes)
         )
         quantized.check()
-        self.narrow, self._drew, self._fused = bool(own.seen or self._quantizers), own.drew, own.fused
+        self._coarse = bool(own.seen & FLOAT8 or self._quantizers)
+        self.narrow, self._drew, self._fused = bool(own.seen) or self._coarse, own.drew, own.fused
         notes.seen |= own.seen
         notes.rounded |= own.rounded
         notes.drawn += own.drawn
@@ -322,7 +323,7 @@ class Runs:
         for number in range(steps.SAMPLES // 2 if self.large else steps.SAMPLES):
             generator = generator_of(number)
             dithered = steps.Dithered(generator, precise=self._precise)
-            quantized = Quantized(self._quantizers, functools.partial(mirrored, generator))
+            quantized = Quantized(self._quantizers, functools.partial(mirrored, generator), redrawn=generator)
             run = self._run_if_possible(around=lambda model, batches, modes=(dithered, quantized): entered(*modes))
             if run is not None and alike(self._singles[0], run):
                 self._dithered.append(run)
@@ -427,7 +428,7 @@ class Runs:
                 exact[name] = torch.stack(values).mean(0)
                 reference[name] = torch.where(reference[name].isfinite(), exact[name], reference[name])
             both = [(up[name], down[name]) for up, down in pairs]
-            tolerance[name] = steps.narrow_tolerance(exact[name], values, both, dtype, self.elements)
+            tolerance[name] = steps.narrow_tolerance(exact[name], values, both, dtype, self.elements, self._coarse)
         return MeasuredStep(reference, tolerance, assessed.amplification)
 
 
@@ -524,6 +525,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
                 drawn = tuple(of_step.drawn)
                 narrower = of_step.seen - notes.seen
                 notes.seen |= of_step.seen
+                notes.rounded |= of_step.rounded
     if not main.precise:
         main.remarks.append(
             "the step does not run in float64, or draws other random numbers there; the exact values are those of "
@@ -531,7 +533,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         )
     if notes.rounded and not program.quantizers:
         main.remarks.append(
-            f"the step calls {', '.join(sorted(notes.rounded))}; if it quantizes there, name the function in "
+            f"the step calls {', '.join(sorted(notes.rounded))}; if it quantizes there, give the function in "
             "quantizers=, or its rounding is not in the tolerances"
         )
     *earlier, last = [_with_room_for(stage, narrower) for stage in main.stages]

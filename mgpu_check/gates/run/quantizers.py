@@ -1,7 +1,7 @@
 """The functions of a step that round to a format without a dtype of torch, such as FP4 in float32.
 
-Rounding to bfloat16 or float8 shows in the dtypes of results. A function that quantizes and dequantizes shows only its
-own name, which the user gives. Its rounding errors are then measured as they are, whatever its format, blocks and
+Rounding to bfloat16 or float8 shows in the dtypes of results. A function that quantizes and dequantizes shows in none,
+so the user gives it. Its rounding errors are then measured as they are, whatever its format, blocks and
 scales: for the exact run the function returns its argument, and for samples of the error it errs to the other side at
 random elements.
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import gc
+import sys
+import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mgpu_check.gates.gate_arguments import Unusable
-from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.gates.gate_arguments import Unusable, name_of
 
 Rounding = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Returns the result for an argument of a quantizer, and what the quantizer makes of it."""
@@ -42,43 +43,46 @@ def mirrored(generator: torch.Generator, values: torch.Tensor, rounded: torch.Te
 
 
 class Quantized(contextlib.ExitStack):
-    """A context in which quantizers of the names "module:function" round as `rounding` says.
+    """A context in which the quantizers of a program round as `rounding` says.
 
-    Each run of a measurement enters one. Raises `Unusable` for a name that does not exist, and for a function that does
-    not return its first argument in the same shape.
+    Each run of a measurement enters one. A call raises `Unusable` if it does not return its first tensor in the same
+    shape.
     """
 
-    def __init__(self, names: Sequence[str], rounding: Rounding = as_rounded) -> None:
+    def __init__(
+        self,
+        quantizers: Sequence[Callable[..., Any]],
+        rounding: Rounding = as_rounded,
+        redrawn: torch.Generator | None = None,
+    ) -> None:
+        """`redrawn`: draws other seeds for the quantizers that round at random; None to leave their numbers alone."""
         super().__init__()
-        self._names, self._rounding = names, rounding
+        self._quantizers, self._rounding, self._redrawn = quantizers, rounding, redrawn
         self._calls: Counter[str] = Counter()
 
     def __enter__(self) -> Quantized:
         super().__enter__()
-        for name in self._names:
-            module, _, path = name.partition(":")
-            try:
-                *owners, last = path.split(".")
-                owner = functools.reduce(getattr, owners, importlib.import_module(module))
-                quantizer = getattr(owner, last)
-            except (ImportError, AttributeError, ValueError) as error:
-                self.close()
-                raise Unusable(
-                    f"quantizers has {name!r}, which is not found: {error}; give names as 'package.module:function'"
-                ) from None
-            self.enter_context(replaced(owner, last, self._around(name, quantizer)))
+        for quantizer in self._quantizers:
+            self.enter_context(_replaced_everywhere(quantizer, self._around(quantizer)))
         return self
 
-    def _around(self, name: str, quantizer: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, quantizer: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(quantizer)
         def quantize(*args: Any, **kwargs: Any) -> Any:
-            self._calls[name] += 1
+            self._calls[name_of(quantizer)] += 1
+            before = torch.get_rng_state(), _state_of_device()
             rounded = quantizer(*args, **kwargs)
+            drew = not all(map(torch.equal, before, (torch.get_rng_state(), _state_of_device())))
+            if drew and self._redrawn is not None:
+                devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+                with torch.random.fork_rng(devices):  # the step goes on with the numbers that it would have
+                    torch.manual_seed(int(torch.randint(1 << 31, (), generator=self._redrawn)))
+                    rounded = quantizer(*args, **kwargs)
             values = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
             if values is None or not isinstance(rounded, torch.Tensor) or rounded.shape != values.shape:
                 raise Unusable(
-                    f"quantizers has {name!r}, whose result has not the shape of its first tensor; give a function "
-                    "that quantizes and dequantizes"
+                    f"quantizers has {name_of(quantizer)}, whose result has not the shape of its first tensor; give a "
+                    "function that quantizes and dequantizes"
                 )
             return self._rounding(values.to(rounded.dtype), rounded)
 
@@ -86,8 +90,33 @@ class Quantized(contextlib.ExitStack):
 
     def check(self) -> None:
         """Raise `Unusable` if some quantizer was not called inside the context."""
-        if idle := [name for name in self._names if not self._calls[name]]:
+        if idle := [name for quantizer in self._quantizers if not self._calls[name := name_of(quantizer)]]:
             raise Unusable(
-                f"quantizers has {', '.join(map(repr, idle))}, which the step did not call by that name; name the "
-                "module that looks it up"
+                f"quantizers has {', '.join(idle)}, which the step did not call through a module, a dictionary or an "
+                "attribute of an object; give the function that it calls so"
             )
+
+
+def _state_of_device() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0)
+
+
+@contextlib.contextmanager
+def _replaced_everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function in all modules, and in other dictionaries: tables, objects, globals of functions by value."""
+    modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    others = [holder for holder in gc.get_referrers(old) if type(holder) is dict]
+    places = {
+        (id(holder), key): holder
+        for holder in (*modules, *others)
+        for key, value in list(holder.items())
+        if value is old and holder is not new.__dict__  # `functools.wraps` keeps the function there
+    }
+    for (_, key), holder in places.items():
+        holder[key] = new
+    try:
+        yield
+    finally:
+        for (_, key), holder in places.items():
+            if holder.get(key) is new:
+                holder[key] = old
