@@ -28,6 +28,9 @@ The error of an element has two parts. The last rounding is at most half a unit 
 is a sum of many roundings, and nearly normal; its variance is what remains of the samples' mean square. The variance of
 a uniform error of one unit is 1/12 (B. Widrow and I. Kollár, *Quantization Noise*, Cambridge 2008, section 5.1). A
 variance from few samples is uncertain, so the quantile is Student's and not the normal one.
+
+A cast to float8 is sampled alike. Its scale may be that of a rank's own part, so that each element rounds otherwise.
+Many ReLUs decide otherwise then, and a few samples show only some of them.
 """
 
 from __future__ import annotations
@@ -247,7 +250,7 @@ def narrow_tolerance(
         dtype: the dtype of the result in the step.
         comparisons: number of elements that are compared together.
         coarse: whether the step rounds to float8 or more coarsely. Then many ReLUs may decide differently, and the
-            samples show it for some of them only: each element may jump as far as any.
+            samples show it for some of them only: each element may jump as far as any two.
     """
     last = unit_in_last_place(torch.maximum(exact.abs(), samples[0].abs()), dtype)
     errors = torch.stack([(sample - exact).abs() for sample in samples])
@@ -262,7 +265,7 @@ def narrow_tolerance(
         bent = (up + down - 2 * samples[0]).abs().nan_to_num(0.0)
         jumps = torch.maximum(jumps, torch.where(bent > _OUTLIER * typical + 2 * last, bent, 0.0))
     if coarse:
-        jumps = jumps.amax().expand_as(jumps)
+        jumps = 2 * jumps.amax().expand_as(jumps)  # those of two samples may meet in an element
     squares = usual.square()
     before = squares - rounded
     # Small elements have a small last rounding, so they show the error before it better than the mean does.

@@ -74,12 +74,11 @@ def test_a_weight_that_is_gathered_in_float8_has_one_scale_and_that_dtype(ranks)
     traces = [trace for _, trace in ranks.run(run_traced, right, CASES[0], False, size=2)]
     assert undeclared(check_wire("gate", wire), traces) == []
     assert failures(ranks, Program(variant(Sharded, shared_scale=False), built, formats.batch), CASES[0])
-    with pytest.raises(ScalingMismatch) as caught:
-        scales(ranks, variant(Sharded, narrow=False), wire=wire)
-    headline = str(caught.value).splitlines()[0]
-    assert headline.startswith("Sharded does not send what wire= declares: all_gather")
-    assert "sends float32[" in headline and headline.endswith("on ranks 0-1; declared: float8_e4m3fn")
-    assert "formats.py" in caught.value.site
+    wide = Program(variant(Sharded, narrow=False), built, formats.batch)
+    traces = [trace for _, trace in ranks.run(run_traced, wide, CASES[0], False, size=2)]
+    ((line, site),) = undeclared(check_wire("gate", wire), traces)
+    assert "sends float32[" in line and line.endswith("on ranks 0-1; declared: float8_e4m3fn")
+    assert "formats.py" in site
 
 
 def test_what_casts_lose_is_counted():
@@ -90,9 +89,14 @@ def test_what_casts_lose_is_counted():
     assert notes.casts == {"float8_e4m3fn": (5, 1, 2), "float8_e5m2": (2, 1, 0)}
 
 
-def test_a_declaration_that_nothing_meets_is_no_pass(ranks):
-    with pytest.raises(ScalingMismatch, match=r"no call matches 'broadcast'; the step's calls from Python: all_reduce"):
-        scales(ranks, Training, wire={"broadcast": torch.float32})
+def test_what_is_sent_otherwise_than_declared_is_no_pass(ranks):
+    with pytest.raises(ScalingMismatch) as caught:
+        scales(ranks, Training, wire={"all_reduce": torch.bfloat16, "broadcast": torch.float32})
+    headline, case, *_, missing = str(caught.value).splitlines()
+    assert headline.startswith("Training does not send what wire= declares: all_reduce (")
+    assert case.startswith("  smallest case: world size 2, samples 8")
+    assert missing == "  no call matches 'broadcast'; the step's calls from Python: all_reduce"
+    assert "formats.py" in caught.value.site
 
 
 def test_rounding_without_a_dtype_is_to_be_given(ranks):

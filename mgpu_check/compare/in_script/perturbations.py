@@ -70,7 +70,7 @@ class Perturbation:
                 local.mul_(self._factors(local))
 
     def _rounded_otherwise(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the value, of which every other element or so is moved by one unit in the last place.
+        """Return the value. About every third element is moved by one unit in the last place.
 
         A module sums in float32, and rounds once to a narrower dtype. Two such roundings differ by 0.4 units, as a root
         mean square; this moves by 0.5.

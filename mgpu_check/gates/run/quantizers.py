@@ -1,9 +1,8 @@
 """The functions of a step that round to a format without a dtype of torch, such as FP4 in float32.
 
 Rounding to bfloat16 or float8 shows in the dtypes of results. A function that quantizes and dequantizes shows in none,
-so the user gives it. Its rounding errors are then measured as they are, whatever its format, blocks and
-scales: for the exact run the function returns its argument, and for samples of the error it errs to the other side at
-random elements.
+so the user gives it. Its rounding errors are then measured, for any format, blocks and scales. In the exact run the
+function returns its argument. In samples of the error, random elements err to the other side.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def as_argument(values: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
 
 
 def mirrored(generator: torch.Generator, values: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """Return the rounded values, of which half err to the other side by as much."""
+    """Return the rounded values. Half of them, at random, err to the other side by as much."""
     error = (rounded - values).detach()
     flips = torch.randint(0, 2, values.shape, generator=generator).to(error.device, error.dtype)
     return rounded - 2 * flips * error
 
 
 class Quantized(contextlib.ExitStack):
-    """A context in which the quantizers of a program round as `rounding` says.
+    """A context that lets the quantizers of a program round as `rounding` says.
 
     Each run of a measurement enters one. A call raises `Unusable` if it does not return its first tensor in the same
     shape.
@@ -75,7 +74,7 @@ class Quantized(contextlib.ExitStack):
             drew = not all(map(torch.equal, before, (torch.get_rng_state(), _state_of_device())))
             if drew and self._redrawn is not None:
                 devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-                with torch.random.fork_rng(devices):  # the step goes on with the numbers that it would have
+                with torch.random.fork_rng(devices):  # later draws of the step stay as they were
                     torch.manual_seed(int(torch.randint(1 << 31, (), generator=self._redrawn)))
                     rounded = quantizer(*args, **kwargs)
             values = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
