@@ -293,7 +293,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     kernel = kernels.KERNELS.get(f"{name}.{schema.overload_name}") or kernels.KERNELS.get(name, func)
     return _Operator(
-        call=arithmetic.imitated(func, storage.operator(name, kernel)),  # type: ignore[arg-type]
+        call=arithmetic.imitated(func, storage.operator(name, kernel)),  # type: ignore[arg-type]  # the table of kernels says `object`
         fresh=not written and not name.startswith("c10d::"),
         scalars=allows_scalars(func),
         random=torch.Tag.nondeterministic_seeded in func.tags,

@@ -422,7 +422,7 @@ def _device(self: torch.UntypedStorage) -> torch.device:
     block = self.__dict__.get(BLOCK)
     if block is not None:
         return block.device
-    return _base.device.__get__(self)  # type: ignore[attr-defined]
+    return _base.device.__get__(self)  # type: ignore[attr-defined]  # an attribute in C has it
 
 
 def _copy_on(self: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

@@ -309,7 +309,7 @@ def _data(original: object) -> property:
     """Return the property ``data``, whose setter ``t.data = u`` moves the object ``t`` to the device of ``u``."""
 
     def get(self: torch.Tensor) -> torch.Tensor:
-        return original.__get__(self)  # type: ignore[attr-defined]
+        return original.__get__(self)  # type: ignore[attr-defined]  # an attribute in C has it
 
     def put(self: torch.Tensor, value: torch.Tensor) -> None:
         simulated = isinstance(self, SimulatedTensor)

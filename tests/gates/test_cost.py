@@ -193,7 +193,7 @@ def even_only(model: nn.Module, batch: Any, rank: Any) -> None:
     ("step", "kind", "samples", "wrong", "ran"),
     [
         (tutorial, Counted, (5, 5), True, {"measure_in_parts apart": 1}),
-        # What ranks die of together is measured by one, and it is not tried again.
+        # Ranks die if they measure together. Then one measures, and they do not try again.
         (right, Crowded, (5, 5, 5), False, {"_dies apart": 1, "measure_provisionally": 3}),
         # All but the first, by which it is known to be large.
         (even_only, Counted, (6, 5, 6), False, {"measure_in_parts apart": 2, "measure": 0}),

@@ -57,13 +57,13 @@ class Fsdp(Step):
 
     def divided(self, model: nn.Module) -> nn.Module:
         for layer in (model.up, model.down):
-            fully_shard(layer)  # type: ignore[arg-type]
+            fully_shard(layer)  # type: ignore[arg-type]  # `up` is a Module to mypy
         return fully_shard(model)  # type: ignore[return-value]
 
     def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:
         if odd:
-            self.model.up.unshard()  # type: ignore[union-attr, operator]
-            self.model.up.reshard()  # type: ignore[union-attr, operator]
+            self.model.up.unshard()  # type: ignore[union-attr, operator]  # `fully_shard` has added it
+            self.model.up.reshard()  # type: ignore[union-attr, operator]  # as above
 
 
 class Dtensor(Step):

@@ -43,9 +43,7 @@ def undeclared(wire: Mapping[str, frozenset[str]], traces: Sequence[RankTrace]) 
         matching = [(rank, event) for rank, event in calls if fnmatch.fnmatch(event.name, pattern)]
         wrong = grouped(((line, event.site), rank) for rank, event in matching for line in _wrong(event, dtypes))
         allowed = " or ".join(sorted(dtypes))
-        lines += [
-            (f"{line} on {named(sorted(set(ranks)))}; declared: {allowed}", site) for (line, site), ranks in wrong
-        ]
+        lines += [(f"{line} on {named(set(ranks))}; declared: {allowed}", site) for (line, site), ranks in wrong]
         if not matching:
             names = few(sorted({event.name for _, event in calls})) or "none"
             lines.append((f"no call matches {pattern!r}; the step's calls from Python: {names}", ""))

@@ -12,7 +12,6 @@ import functools
 import gc
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,7 +56,7 @@ class Quantized(contextlib.ExitStack):
         """`redrawn`: draws other seeds for the quantizers that round at random; None to leave their numbers alone."""
         super().__init__()
         self._quantizers, self._rounding, self._redrawn = quantizers, rounding, redrawn
-        self._calls: Counter[str] = Counter()
+        self._called: set[Callable[..., Any]] = set()
 
     def __enter__(self) -> Quantized:
         super().__enter__()
@@ -68,15 +67,8 @@ class Quantized(contextlib.ExitStack):
     def _around(self, quantizer: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(quantizer)
         def quantize(*args: Any, **kwargs: Any) -> Any:
-            self._calls[name_of(quantizer)] += 1
-            before = torch.get_rng_state(), _state_of_device()
-            rounded = quantizer(*args, **kwargs)
-            drew = not all(map(torch.equal, before, (torch.get_rng_state(), _state_of_device())))
-            if drew and self._redrawn is not None:
-                devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-                with torch.random.fork_rng(devices):  # later draws of the step stay as they were
-                    torch.manual_seed(int(torch.randint(1 << 31, (), generator=self._redrawn)))
-                    rounded = quantizer(*args, **kwargs)
+            self._called.add(quantizer)
+            rounded = self._rounded(functools.partial(quantizer, *args, **kwargs))
             values = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
             if values is None or not isinstance(rounded, torch.Tensor) or rounded.shape != values.shape:
                 raise Unusable(
@@ -87,17 +79,30 @@ class Quantized(contextlib.ExitStack):
 
         return quantize
 
+    def _rounded(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a quantizer, with other random numbers if it draws some and they are to be redrawn."""
+        if self._redrawn is None:
+            return call()
+        before = _random_states()
+        rounded = call()
+        if all(map(torch.equal, before, _random_states())):
+            return rounded
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):  # later draws of the step do not change
+            torch.manual_seed(int(torch.randint(1 << 31, (), generator=self._redrawn)))
+            return call()
+
     def check(self) -> None:
         """Raise `Unusable` if some quantizer was not called inside the context."""
-        if idle := [name for quantizer in self._quantizers if not self._calls[name := name_of(quantizer)]]:
+        if idle := [name_of(quantizer) for quantizer in self._quantizers if quantizer not in self._called]:
             raise Unusable(
                 f"quantizers has {', '.join(idle)}, which the step did not call through a module, a dictionary or an "
                 "attribute of an object; give the function that it calls so"
             )
 
 
-def _state_of_device() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0)
+def _random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ class ProcessGroupNCCL:
         self.options._timeout = timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in torch's stubs
 
     def _is_initialized(self) -> bool:
         return bool(self.used)
