@@ -65,12 +65,16 @@ class ScalingMismatch(CheckFailure):
 class NotCompared(CheckFailure):
     """Nothing is known to be wrong, but some of what was trained could not be compared with one device.
 
-    ``names`` has the parameters that were not compared.
+    ``names`` has the parameters that were not compared. ``untrained`` is true if a script ended before its first step,
+    although all that it imports is installed: it may lack data.
     """
 
-    def __init__(self, message: str, *, ranks: Iterable[int] = (), names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, message: str, *, ranks: Iterable[int] = (), names: Iterable[str] = (), untrained: bool = False
+    ) -> None:
         super().__init__(message, ranks=ranks)
         self.names = tuple(names)
+        self.untrained = untrained
 
 
 class DeviceMismatch(CheckFailure):

@@ -144,7 +144,7 @@ CLIENTS = (
     Client(
         "series, processes",
         "series.py",
-        Expected(2, ("the script starts its ranks itself",)),
+        equal(2, "replayed, because"),
         ("--processes",),
         launched=False,
     ),

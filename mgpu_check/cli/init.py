@@ -186,6 +186,7 @@ class TrainingScript:
     autocast: bool  # it computes in narrower dtypes than float32, at least if arguments say so
     documented: tuple[Command, ...]  # the commands of the repository that start it
     rank: int  # how likely it is the script that the user means; the highest comes first
+    missing: tuple[str, ...] = ()  # packages that it imports, and that are not installed
 
     @property
     def required(self) -> tuple[ScriptArgument, ...]:
@@ -324,7 +325,27 @@ class _Repository:
             - 2 * (not _ASIDE.isdisjoint(path.parts))
             - ("spawn" in script.calls)
             - len(path.parts),
+            missing=self._missing(path),
         )
+
+    def _missing(self, path: Path) -> tuple[str, ...]:
+        """Return the packages that importing a script needs, and that neither the repository nor Python has.
+        None are known to be missing if its files change where Python looks for them."""
+        packages: dict[str, bool] = {}  # whether it is missing
+        visited, waiting = {path}, [path]
+        while waiting:
+            at = waiting.pop()
+            for name in sorted(self.files[at].needs):
+                parts = name.split(".")
+                files = [self._resolved(at, ".".join(parts[:depth]))[0] for depth in range(1, len(parts) + 1)]
+                inside = [file for file in files if file is not None and file not in visited]
+                visited.update(inside)
+                waiting += inside
+                packages.setdefault(parts[0], not any(files) and not _installed(parts[0]))
+        if any(not _CHANGES_PATH.isdisjoint(self.files[file].calls) for file in visited):
+            return ()
+        own = {part.removesuffix(".py") for file in self.files for part in file.parts}
+        return tuple(name for name, missing in packages.items() if missing and name not in own)
 
     def _configuration(self, path: Path) -> list[tuple[str, str]]:
         configuration = self.files[path].configuration
@@ -394,15 +415,11 @@ def _top(path: Path) -> str:
 _USAGE = "mgpu-check init [--gpus=N] [--output=FILE] [--no-run] [-- script.py [args...]]"
 _SAMPLES = 8  # of all ranks together: 1, 2, 4 and 8 ranks divide it
 _DIVIDED = f"{{{_SAMPLES}/W}}"
+_REQUIREMENTS = ("requirements.txt", "requirements/requirements.txt", "requirements-dev.txt")
 _NAMED = 5  # entries
 _LONGEST = 200  # characters of a command
 _DIGEST = re.compile(r"(?<=Written by `mgpu-check init`), ([0-9a-f]{8})(?=\.)")
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to"
-_LACKS = re.compile(
-    r"FileNotFoundError|NotADirectoryError|(No such|not a) (file|directory)|(not|n't) (be )?(found|exist|connect|reach)"
-    r"|(URL|Connection|HTTP|Proxy|Timeout|NotFound|gai)Error|Offline|offline|urlopen|[Nn]o (data|files|images|samples)",
-)
-"""Last lines of a script that has ended without its data: of Python, of libraries that download, of the script."""
 
 
 @dataclass(frozen=True)
@@ -448,11 +465,26 @@ _DEVICES = _Fit(r"(n_?|num_)?(devices|gpus)", "{W}", "{} is the number of ranks"
 _ROWS = (
     _Fit(r"(n_?|num_|max_|total_)?epochs?", "1", "one epoch has two optimizer steps"),
     _Fit(r"(n_?|num_)?(data_?|loader_)?(num_)?workers?|n_?j|dataloader_num_workers", "0", "loading needs no workers"),
+    _Fit(r"(max_|num_|n_)?eval(uation)?_(iters?|batches)", "1", "an evaluation takes one batch"),
     _Fit(r"(random_?|manual_?)?seed", "1", "one device and all ranks start from one seed"),
     _DEVICES,
 )
+_LAUNCH = re.compile(
+    r"-+((multiprocessing|use)[-_]?)?(distributed|ddp|fsdp)|-+(dist[-_](url|backend)|world[-_]size|rank|multi[-_]?gpu)"
+)
+"""Arguments by which a script starts its ranks, or joins them."""
+_LOCAL_RANK = re.compile(r"local_?rank")
 
 _OTHER = _Fit("", "1", "{} is 1: the script needs an integer")  # for a positional argument that no row fits
+
+_MODEL = re.compile(r"(.*_)?(model|arch|net|network|backbone)(_?(name|type|size))?")
+_SMALL = (r"(?<!\d)18(?!\d)", r"atto|femto|pico|nano|micro|mini|tiny|debug", r"small|(^|[-_/])x*s([-_/\d]|$)")
+"""Marks of small models in the names of choices, the likeliest first."""
+_DATA = re.compile(r"(.*_)?(data(set)?s?|coco|imagenet|root|corpus|images)(_?(path|dir|root|folder|file)s?)?")
+"""Names of arguments for data: what does not exist there is made."""
+_PLACEHOLDER = re.compile(r"\[[^\]]*\]|<[^<>]*>|\{[^{}]*\}|\$\{?\w+\}?|\.\.\.|…|\b[A-Z]+_[A-Z_]+\b")
+_UNUSABLE = re.compile(rf"{_PLACEHOLDER.pattern}|['\"\\]|-+(eval\w*|test\w*|infer\w*|generate|sample|resume)\b")
+_NO_TRAINING = re.compile(r"-+(eval\w*|test\w*|infer\w*|generate|sample|resume)\b")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -492,6 +524,11 @@ def main(argv: Sequence[str]) -> int:
             f"do: name it, mgpu-check init -- train.py --args; or test a step or a loader: {_HOW_TO}/gate.md"
         )
         return UNDECIDED
+    if entry.missing:
+        print(f"nothing was written: {entry.path} imports what is not installed: {', '.join(entry.missing)}")
+        requirements = next((f", as by pip install -r {name}" for name in _REQUIREMENTS if Path(name).is_file()), "")
+        print(f"do: install what provides it{requirements}, and call init again")
+        return UNDECIDED
     unknown = None
     if entry.parses and not entry.options and not entry.hydra:
         options, unknown = learned(entry.started, arguments)
@@ -517,20 +554,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"run it: {shlex.join(command)}")
         return RIGHT
     print(f"running: {shlex.join(command)}", flush=True)
-    watch = _ComparisonWatch()
-    code = watch.run(command)
-    if not watch.verdict(code) and watch.lacks_data and not watch.interrupted:
-        parsed.output.write_text(_test(entry.started, words, assumed, entry.autocast, fake_data=True), encoding="utf-8")
-        print(
-            f"data is missing, so {parsed.output} makes small random data: fake_data=True. Remove it to test with yours"
-        )
-        print(f"running again: {shlex.join(command)}", flush=True)
-        for module in [name for name, module in sys.modules.items() if _is_of(module, parsed.output)]:
-            del sys.modules[module]
-        watch = _ComparisonWatch()
-        code = watch.run(command)
-        if not (watch.verdict(code) or watch.interrupted):
-            parsed.output.write_text(text, encoding="utf-8")
+    made = _test(entry.started, words, assumed, entry.autocast, fake_data=True)
+    watch, code = _run(parsed.output, text, made, command)
     if watch.verdict(code):
         return code
     if watch.interrupted:
@@ -543,12 +568,33 @@ def main(argv: Sequence[str]) -> int:
     return UNDECIDED
 
 
+def _run(output: Path, text: str, made: str, command: Sequence[str]) -> tuple[_ComparisonWatch, int]:
+    """Run the new test; if the script makes no step, again with the text `made`, which makes data for it."""
+    watch = _ComparisonWatch()
+    code = watch.run(command)
+    if watch.verdict(code) or not watch.untrained or watch.interrupted:
+        return watch, code
+    output.write_text(made, encoding="utf-8")
+    print(
+        f"the script made no step, so {output} makes small random data in place of what is missing: fake_data=True. "
+        "Remove it to test with yours"
+    )
+    print(f"running again: {shlex.join(command)}", flush=True)
+    for module in [name for name, module in sys.modules.items() if _is_of(module, output)]:
+        del sys.modules[module]
+    watch = _ComparisonWatch()
+    code = watch.run(command)
+    if not (watch.verdict(code) or watch.interrupted):
+        output.write_text(text, encoding="utf-8")
+    return watch, code
+
+
 class _ComparisonWatch:
     """A plugin that `main` gives to the run of the new test, and then asks whether the test compared the script."""
 
     passed = False
     compared = False
-    lacks_data = False
+    untrained = False
     interrupted = False
 
     def run(self, command: Sequence[str]) -> int:
@@ -571,9 +617,7 @@ class _ComparisonWatch:
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
         if call.excinfo is not None:
             self.compared |= isinstance(call.excinfo.value, ScalingMismatch)
-            self.lacks_data |= isinstance(call.excinfo.value, NotCompared) and bool(
-                _LACKS.search(str(call.excinfo.value))
-            )
+            self.untrained |= isinstance(call.excinfo.value, NotCompared) and call.excinfo.value.untrained
 
 
 def _is_of(module: object, file: Path) -> bool:
@@ -602,16 +646,34 @@ def fitted_arguments(entry: TrainingScript, user_arguments: Sequence[str]) -> tu
     sizes = [] if entry.training_arguments else _sizes(entry, user_arguments)
     others = [(option, row) for row in _ROWS if (option := _fitting(row, entry.options)) is not None]
     words, assumed, fits = list(user_arguments), [], [*sizes, *others]
+    documented = {} if words or entry.hydra else _documented_values(entry)
+    complete = (it for it in entry.documented if it.arguments and not _UNUSABLE.search(it.arguments))
+    if not (words or entry.options or entry.hydra) and (command := next(complete, None)):
+        words = command.arguments.split()
+        assumed.append(f"its arguments are those of {command.location}")
+    if entry.options and not (words or entry.hydra):
+        words, location = _launching(entry)
+        assumed += [f"it starts its ranks by {shlex.join(words)}, as in {location}"] if words else []
     for option, row in fits:
         if not option.is_in(user_arguments) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
             assumed.append(row.assumes.format(option.name))
-    positional = [option for option in entry.required if not option.name.startswith("-")]
-    if all(option.integer for option in positional) and all(word.startswith("-") for word in user_arguments):
-        for option in positional:
-            row = next((row for fitted, row in fits if fitted == option), _OTHER)
-            words.append(row.value)
-            assumed.append(row.assumes.format(option.name))
+    rows = {option.name: row for option, row in fits}
+    for option in entry.options:
+        if option.name.startswith("-") and option.name not in rows and not option.is_in(words):
+            value, reason = _value(option, documented)
+            if value:
+                words += [f"{option.name}={value}"] if option.name.startswith("--") else [option.name, value]
+                assumed.append(f"{option.name} is {value}{reason}")
+    values = {}
+    for option in entry.required:
+        if not option.name.startswith("-"):
+            fit = rows.get(option.name) or (_OTHER if option.integer else None)
+            value, reason = (fit.value, "") if fit else _value(option, documented)
+            values[fit.assumes.format(option.name) if fit else f"{option.name} is {value}{reason}"] = value
+    if all(values.values()) and all(word.startswith("-") for word in user_arguments):
+        words += values.values()
+        assumed += values
     devices = next((option.name for option, row in fits if row is _DEVICES), "")
     strategies = [word for word in (*words, *(option.name for option in entry.options)) if ".strategy" in word]
     if entry.hydra and "." in devices and "a Trainer" in entry.parallel and not strategies:
@@ -625,6 +687,63 @@ def fitted_arguments(entry: TrainingScript, user_arguments: Sequence[str]) -> tu
         reason = "its code does so" if divides else "no argument for its size was found"
         assumed.append(f"the script itself divides a global batch among its ranks: {reason}")
     return words, assumed
+
+
+def _documented_values(entry: TrainingScript) -> dict[str, tuple[str, str]]:
+    """Return argument -> its value in a command of the repository, and the place of the command.
+    Commands that train come before others; values that a user is to fill in are left out."""
+    options = {spelling: option for option in entry.options for spelling in (option.name, *option.names)}
+    values: dict[str, tuple[str, str]] = {}
+    for command in sorted(entry.documented, key=lambda command: bool(_NO_TRAINING.search(command.arguments))):
+        positional = iter([option for option in entry.required if not option.name.startswith("-")])
+        words = iter(_words(command))
+        for word in words:
+            name, _, value = word.partition("=")
+            option = options.get(name) if word.startswith("-") else next(positional, None)
+            value = (value or (next(words, "") if option else "")) if word.startswith("-") else word
+            if option is not None and value and "<>" not in value:
+                values.setdefault(option.name, (value, f", as in {command.location}"))
+    return values
+
+
+def _words(command: Command) -> list[str]:
+    """Return the arguments of a command, with "<>" for what a user is to fill in; none if they cannot be told apart."""
+    try:
+        return shlex.split(_PLACEHOLDER.sub("<>", command.arguments))
+    except ValueError:  # a quotation without an end
+        return []
+
+
+def _launching(entry: TrainingScript) -> tuple[list[str], str]:
+    """Return the arguments by which the script starts its ranks on one host, as a command of the repository has them,
+    and the place of the command."""
+    valued = {spelling for option in entry.options for spelling in (option.name, *option.names)}
+    for command in entry.documented:
+        found: list[str] = []
+        words = _words(command)
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            if _LAUNCH.fullmatch(word.partition("=")[0]):
+                found += [word, following] if word in valued else [word]
+        if found and not re.search(r"<>|world[-_]size[= ](?!1\b)", " ".join(found)):
+            return found, command.location
+    return [], ""
+
+
+def _value(option: ScriptArgument, documented: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Return the value of an argument that no row sets, and where it comes from; "" for none.
+    It is that of a command of the repository, if the script needs it, or if it names a file or data."""
+    if option.required and _LOCAL_RANK.fullmatch(option.variable):
+        return "{r}", ", as launchers pass it"
+    value, place = documented.get(option.name, ("", ""))
+    is_data = _DATA.fullmatch(option.variable) is not None
+    if value and (option.required or (is_data and "/" in value) or Path(value).is_file()):
+        return value, place
+    if option.required and is_data:
+        return "fake_data" if Path("data").exists() else "data", ": missing data are made"
+    if _MODEL.fullmatch(option.variable):
+        small = (choice for mark in _SMALL for choice in option.choices if re.search(mark, choice.lower()))
+        return next(small, ""), ", a small one by its name"
+    return "", ""
 
 
 def _sizes(entry: TrainingScript, user_arguments: Sequence[str]) -> list[tuple[ScriptArgument, _Fit]]:

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +41,7 @@ class ScriptArgument:
     integer: bool = False  # its values are integers
     names: tuple[str, ...] = ()  # all its names, as "-b" and "--batch-size"
     subcommand: bool = False  # it is the name of a subcommand, which has further arguments
+    choices: tuple[str, ...] = ()  # the words that it takes, if its parser lists them
 
     def is_in(self, words: Sequence[str]) -> bool:
         """Return whether a command line sets this argument."""
@@ -61,6 +62,7 @@ class SourceFile:
     """The facts of one file that a survey needs."""
 
     imports: set[str] = field(default_factory=set)
+    needs: set[str] = field(default_factory=set)  # absolute imports without which the file cannot be imported
     calls: set[str] = field(default_factory=set)
     classes: set[str] = field(default_factory=set)
     variables: list[ScriptArgument] = field(default_factory=list)  # that the command line sets
@@ -86,6 +88,11 @@ def facts(source: bytes) -> SourceFile:
     """
     source_file, tree = SourceFile(), ast.parse(source)
     own = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    for statement in tree.body:
+        if isinstance(statement, ast.Import):
+            source_file.needs |= {name.name for name in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            source_file.needs.add(statement.module)
     guarded, outside = False, set()
     for node, scope in _nodes(tree):
         if isinstance(node, ast.Import):
@@ -153,6 +160,7 @@ def _name(node: ast.expr) -> str:
 
 _FILE = "_MGPU_CHECK_ARGUMENTS"
 """The variable with the file for the arguments; the start-up code then ends the script before it trains."""
+_MOST_CHOICES = 1000  # of an argument: more are a range of numbers
 _TIMEOUT = 60.0  # seconds: imports from a cold disk take long
 
 
@@ -201,7 +209,7 @@ def main() -> None:
             sys.argv[:] = [path, *words[1:]]
             sys.path.insert(0, str(Path(path).resolve().parent))
             runpy.run_path(path, run_name="__main__")
-    except SystemExit:  # of a parser
+    except BaseException:  # such as that of a parser, or of missing data
         if not _arguments:
             raise
     _end()
@@ -243,7 +251,8 @@ def _of_argparse(parser: argparse.ArgumentParser) -> Iterator[ScriptArgument]:
             yield ScriptArgument("", subcommand=True)
         elif action.nargs != 0:
             integer = action.type is int or (action.type is None and type(action.default) is int)
-            yield _argument(action.option_strings or [action.dest], action.required, integer)
+            spellings = action.option_strings or [action.dest]
+            yield _argument(spellings, action.required, integer, action.choices)
 
 
 def _of_click(command: Any) -> Iterator[ScriptArgument]:
@@ -251,9 +260,11 @@ def _of_click(command: Any) -> Iterator[ScriptArgument]:
         yield ScriptArgument("", subcommand=True)
     for parameter in command.params:
         if not getattr(parameter, "is_flag", False) and not getattr(parameter, "count", False):
-            yield _argument(parameter.opts, parameter.required, parameter.type.name == "integer")
+            kind = parameter.type
+            yield _argument(parameter.opts, parameter.required, kind.name == "integer", getattr(kind, "choices", None))
 
 
-def _argument(spellings: Sequence[str], required: bool, integer: bool) -> ScriptArgument:
+def _argument(spellings: Sequence[str], required: bool, integer: bool, choices: object) -> ScriptArgument:
     name = max(spellings, key=lambda word: (word.startswith("--"), len(word)))
-    return ScriptArgument(name, required, integer, tuple(spellings))
+    words = tuple(map(str, choices)) if isinstance(choices, Collection) and len(choices) < _MOST_CHOICES else ()
+    return ScriptArgument(name, required, integer, tuple(spellings), choices=words)

@@ -149,7 +149,7 @@ def _verdict(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> 
     if reference.failed:
         return of_failure(reference, reference.failed, one_device=True)
     if not reference.traces[0].steps:
-        return refused_with(reports.no_steps(reference, reference.ranks))
+        return replace(refused_with(reports.no_steps(reference, reference.ranks)), untrained=True)
     several = _several(comparison, tell, tapes)
     if several.has("starts"):
         return refused_with(reports.starts_other_ranks(several, plan.world))

@@ -84,7 +84,8 @@ def assert_script_scales(
         site = report.site or (f"{script}:1" if Path(words[0]) == Path(script) else "")
         raise ScalingMismatch(str(report), ranks=verdict.ranks, mistakes=report.mistakes, site=site)
     if verdict.kind != "equal":
-        raise NotCompared(f"{verdict.report}\n  see: {_HOW_TO}", names=verdict.not_compared)
+        message = f"{verdict.report}\n  see: {_HOW_TO}"
+        raise NotCompared(message, names=verdict.not_compared, untrained=verdict.untrained)
     for line in verdict.report.remarks:  # what was replayed, not compared, or is worth a look
         ranks._remark(f"{plan.shown}: {line}")
 

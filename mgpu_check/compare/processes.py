@@ -48,7 +48,7 @@ from mgpu_check.compare.process_watch import entered
 from mgpu_check.compare.trace import HEAD, Trace, read
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes import child_processes
-from mgpu_check.processes.child_processes import STACKS_SIGNAL, children, held_back, kill
+from mgpu_check.processes.child_processes import STACKS_SIGNAL, children, held_back, kill, processor_seconds
 from mgpu_check.processes.collective_records import fewest
 from mgpu_check.processes.environments import PLACE, SETTINGS, VARIABLES, with_startup, without_launcher
 from mgpu_check.processes.scratch import Scratch
@@ -70,7 +70,7 @@ def fitted(words: Sequence[str], world: int) -> list[str]:
     """Return the words with each ``{…W…}`` replaced by its value, where W is `world`, and words of the ranks.
 
     A word with ``{R}`` is there once for each rank: ``cuda:{R}`` is ``cuda:0 cuda:1`` for 2 processes. ``{R,}`` has the
-    numbers of all ranks, ``0,1``.
+    numbers of all ranks, ``0,1``. ``{r}`` stays: each process has its own number there.
 
     An expression without a decimal point must have an integer value: ``{64/W}`` is 16 for 4 processes. With a decimal
     point, as in ``{0.1*W}``, the value is a float.
@@ -133,6 +133,7 @@ _INTERVAL = 0.02  # seconds between two checks of the processes
 _GRACE = 5.0  # seconds for the other ranks after a failure: their own errors may explain it
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
+_SLOW = 0.1  # part of the timeout that a process computes: one that waits for others uses less, even if it polls
 _STARTED = re.compile(rb'^\{"event":"started","pid":(\d+),', re.MULTILINE)
 _HERE = Path(__file__).parents[1]
 _WAITING = ("stopped", "alone", "starts")  # after these events a process waits to be ended
@@ -153,6 +154,13 @@ class ProcessResult:
     stdout: str  # its last lines
     stderr: str
     location: Location | None = None  # where the process waited when it hung
+    is_slow: bool = False  # it "hung", and was computing: it may need more time
+
+    @property
+    def unimported(self) -> list[str]:
+        """The modules because of which it failed to import something; "" for one without a name."""
+        raised = self.trace.of("raised") if self.trace else ()
+        return [event["unimported"] for event in raised if "unimported" in event]
 
     @property
     def steps(self) -> int:
@@ -167,7 +175,7 @@ class ProcessResult:
         progress = {
             "failed": f"ended with {describe_exit(self.exit_code)}",
             "killed": "was waiting",
-            "hung": "made no progress",
+            "hung": "was still computing" if self.is_slow else "made no progress",
             "finished": "finished",
             "stopped": "was stopped",
         }
@@ -221,6 +229,7 @@ class _RecordedProcess:
         self.fds = {**own, **files}
         self.killed = False
         self.location: Location | None = None
+        self.is_slow = False
 
     def start(
         self,
@@ -232,7 +241,7 @@ class _RecordedProcess:
     ) -> None:
         self.output = temporary(undo), temporary(undo)
         self.process = subprocess.Popen(
-            command,
+            [word.replace("{r}", str(self.rank)) for word in command],
             env={**environment, SETTINGS: json.dumps(settings)},
             stdin=subprocess.DEVNULL,
             stdout=self.output[0],
@@ -318,7 +327,7 @@ class _RecordedProcess:
             how = "hung" if hung else "killed"
         written = (_content(file, _TAIL).decode(errors="replace") for file in self.output)
         stdout, stderr = ("\n".join(text.strip().splitlines()[-12:]) for text in written)
-        return ProcessResult(self.rank, code, how, trace, stdout, stderr, self.location)
+        return ProcessResult(self.rank, code, how, trace, stdout, stderr, self.location, self.is_slow)
 
 
 def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
@@ -455,6 +464,7 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
     sizes = [0] * len(processes)
     moved_at = last_look = time.monotonic()
     failures: dict[int, float] = {}  # rank -> when its script ended
+    computed: dict[_RecordedProcess, float] = {}  # seconds of processor time at the last progress
     give_up = math.inf
     while True:
         now = time.monotonic()
@@ -476,7 +486,10 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
             return failed_rank, False
         if (grown := [process.size() for process in processes]) != sizes:
             sizes, moved_at = grown, now
+            computed = {process: processor_seconds(process.pid()) for process in open_}
         if now > moved_at + timeout:
+            for process in open_:
+                process.is_slow = processor_seconds(process.pid()) - computed.get(process, 0.0) > _SLOW * timeout
             _look(open_)
             if failed_rank is not None:
                 return failed_rank, False

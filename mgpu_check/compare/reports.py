@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Sequence
 
 from mgpu_check.compare import first_difference
@@ -29,14 +30,27 @@ def refusal(reason: str, todo: Sequence[str] = ()) -> Report:
 def failed_run(run: ScriptRun, failed: ProcessResult, one_device: bool) -> Report:
     """Return the report of a run that failed or hung."""
     location = "on one device" if one_device else f"on {len(run.ranks)} ranks"
-    outcome = "not comparable" if one_device else "differs"
-    verb = "hung" if failed.how == "hung" else "failed"
+    outcome = "not comparable" if one_device or failed.is_slow else "differs"
+    verb = "was too slow" if failed.is_slow else "hung" if failed.how == "hung" else "failed"
     remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
-    modules = {event.get("missing") for event in (failed.trace.of("raised") if failed.trace else ())} - {None}
-    remarks += _todo([f"install what provides the module {name}, which the script imports" for name in modules])
+    remarks += _todo([_installation(name) for name in failed.unimported if name])
     if failed.how == "hung" and run.has("autocast"):
         remarks += _todo(["pass --float32: on simulated GPUs, processors may compute very slowly in float16"])
+    if failed.is_slow:
+        remarks += _todo(
+            ["pass a larger --timeout, or arguments that make it fast: a small model, a short evaluation before step 1"]
+        )
     return Report(f"{outcome}: {location} the script {verb}: {failed}", remarks=remarks)
+
+
+def _installation(module: str) -> str:
+    """Return what to do about a module that a script could not import, or not all that it needs of it."""
+    package = module.partition(".")[0]
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"install what provides the module {module}, which the script imports"
+    return f"install the {package} for which the script was written: {version} lacks what it needs of {module}"
 
 
 def no_steps(run: ScriptRun, silent: Sequence[ProcessResult]) -> Report:

@@ -52,6 +52,7 @@ class ComparisonVerdict:
     compared: int = 0  # number of steps that were compared and are equal
     not_compared: Mapping[str, str] = field(default_factory=dict)  # trained parameter, state or buffer -> the reason
     inputs_differ: bool = False  # not comparable: one device was given other samples, random numbers or parameters
+    untrained: bool = False  # the script could be imported, and ended on one device before its first step
     replayed: bool = False  # one device was given the inputs of the ranks
 
 
@@ -74,8 +75,9 @@ def of_failure(run: ScriptRun, failed: ProcessResult, one_device: bool) -> Compa
     """Return the verdict on a run that failed or hung."""
     reached = min(ended.steps for ended in run.ranks)
     report = reports.failed_run(run, failed, one_device)
-    if one_device:
-        return refused_with(report, reached)
+    if one_device or failed.is_slow:
+        untrained = not (reached or failed.how == "hung" or failed.unimported)
+        return replace(refused_with(report, reached), untrained=untrained)
     return ComparisonVerdict("differs", report, step=reached + 1, ranks=(failed.rank,), compared=reached)
 
 

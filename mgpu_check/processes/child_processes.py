@@ -158,6 +158,16 @@ def name_and_state(pid: int) -> tuple[str, str]:
     return name, rest.split()[0]
 
 
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process so far, in seconds, see proc(5); 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -158,8 +158,14 @@ def readable(tensor: Any) -> torch.Tensor | None:
 
 
 def is_capturing() -> bool:
-    """Return whether the current stream captures. No device is initialized to find out."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """Return whether operators only make a graph: the current stream captures, or `torch.jit` traces.
+    No device is initialized to find out."""
+    return is_tracing() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def is_tracing() -> bool:
+    """Return whether `torch.jit` traces: sizes are tensors then, and each operator changes the graph."""
+    return torch._C._get_tracing_state() is not None
 
 
 def is_transforming() -> bool:

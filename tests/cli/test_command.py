@@ -64,15 +64,15 @@ def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_pat
         "import pytest\n"
         "@pytest.hookimpl(tryfirst=True)\n"
         "def pytest_runtest_call(item):\n"
-        "    assert 'try_gpu' not in item.name, 'planted'\n"
+        "    assert 'gpus_are' not in item.name, 'planted'\n"
     )
     text = command(
         *("--gpus=2", "--simulate", "test_fixtures.py", "test_scatter.py", "test_collectives.py", "-p", "breaks"),
-        *("-k", "test_try_gpu or test_try_all_gpus or tutorial or test_functional_collectives"),
+        *("-k", "test_memory_is_counted or test_gpus_are or tutorial or test_functional_collectives"),
         code=1,
     )
     assert re.search(r"^\[1/4\] FAILED       fixtures: .*\n\[2/4\] fixtures: 1 FAILED, 1 passed ", text, re.MULTILINE)
-    assert re.search(r"^fixtures +2 +\d+ +[\d.]+ +1 FAILED, 1 passed\n +FAILED: `try_gpu", text, re.MULTILINE)
+    assert re.search(r"^fixtures +2 +\d+ +[\d.]+ +1 FAILED, 1 passed\n +FAILED: `gpus`", text, re.MULTILINE)
     (advice,) = [line for line in text.splitlines() if "a failed check shows" in line]
     assert "the code or torch is wrong, or the machine below the simulated GPUs" in advice
     assert "run mgpu-check accept" in advice and "second look" not in text

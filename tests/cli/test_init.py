@@ -209,6 +209,44 @@ def test_arguments_share_a_global_batch_among_the_ranks(repository, source, expe
     assert fitted(entry, [f"{name}=3"])[0][0] == f"{name}=3"
 
 
+README = """
+    python train.py --data-path <imagenet> --resume x.pt --eval
+    python train.py --cfg configs/base.json --name first --data-path /path/to/images --steps 500 run images
+"""
+
+
+def test_arguments_of_a_documented_command(repository):
+    """Those that the script needs, that name files or data, and a small model; no others, and none that users fill in."""
+    needed = ('"--name", required=True', '"--data-path"', '"--cfg"', '"--steps"', '"--resume"', '"what"', '"data_dir"')
+    model = "'--arch', choices=['vit_base', 'vit_tiny'], default='vit_base'"
+    repository_files = {"README.md": README, "configs/base.json": "{}", "train.py": options(*needed, model) + LOOP}
+    (entry,) = repository(**repository_files).entries
+    expected = ["--name=first", "--data-path=/path/to/images", "--cfg=configs/base.json", "--arch=vit_tiny"]
+    assert fitted(entry, [])[0] == [*expected, "run", "images"]
+    assert "--name is first, as in README.md:3" in fitted(entry, [])[1]
+    assert fitted(entry, ["--name=mine"])[0] == ["--name=mine", "--arch=vit_tiny"]
+    (entry,) = repository(
+        **{"train.py": options('"data"', '"--data-dir", required=True') + LOOP, "README.md": ""}
+    ).entries
+    assert fitted(entry, [])[0] == ["--data-dir=data", "data"]
+
+
+def test_packages_that_are_not_installed_are_named_at_once(repository, capsys):
+    files = {
+        "pkg/__init__.py": "import absent_one.part",
+        "pkg/ops.py": "try:\n    import fast\nexcept ImportError: pass\n",
+    }
+    own = "import sys, numpy, pkg.ops, local\nfrom absent_two import f\n"
+    repository(**{**files, "train.py": own + LOOP, "tools/local.py": "", "requirements.txt": ""})
+    assert main([]) == 2 and not Path("tests").exists()
+    assert capsys.readouterr().out.endswith(
+        "nothing was written: train.py imports what is not installed: absent_two, absent_one\n"
+        "do: install what provides it, as by pip install -r requirements.txt, and call init again\n"
+    )
+    repository(**{"train.py": "import sys\nsys.path.append('elsewhere')\nimport absent_two\n" + LOOP})
+    assert main(["--no-run"]) == 0  # it may be there
+
+
 @pytest.mark.parametrize(
     ("option", "given", "words"),
     [
@@ -405,7 +443,7 @@ def test_missing_data_is_made(repository, capsys, monkeypatch, then, code):
 
     def run_another_test(arguments, plugins):
         texts.append(Path("test_new.py").read_text())
-        body = then if "fake_data=True" in texts[-1] else "raise NotCompared(\"FileNotFoundError: 'data/train.bin'\")"
+        body = then if "fake_data=True" in texts[-1] else "raise NotCompared('no file', untrained=True)"
         stub = f"test_stub_{len(texts)}.py"
         Path(stub).write_text(f"from mgpu_check import NotCompared\ndef test_train(): {body}\n")
         sys.modules.pop(Path(stub).stem, None)
@@ -415,7 +453,7 @@ def test_missing_data_is_made(repository, capsys, monkeypatch, then, code):
     assert main(["--output=test_new.py"]) == code
     assert ["fake_data=True" in text for text in texts] == [False, True]
     assert Path("test_new.py").read_text() == texts[1 if code == 0 else 0]
-    assert "makes small random data: fake_data=True" in capsys.readouterr().out
+    assert "in place of what is missing: fake_data=True" in capsys.readouterr().out
 
 
 def test_without_a_script_it_says_what_to_do(repository, capsys):

@@ -75,6 +75,22 @@ def test_a_script_that_raises_on_one_device(compare):
     assert len(outcome.json["runs"]) == 1
 
 
+@pytest.mark.cold  # a process that stands for another computes nothing
+def test_a_script_that_computes_for_too_long(compare):
+    """It may only need more time, so nothing is wrong with it."""
+    outcome = compare("import torch\nwhile True: torch.ones(9).sum()\n", "--timeout=5", code=2)
+    assert "on one device the script was too slow: rank 0 was still computing before its first" in outcome.text
+    assert "do: pass a larger --timeout, or arguments that make it fast" in outcome.text
+
+
+@pytest.mark.cold
+@pytest.mark.slow  # beside one device
+def test_ranks_that_compute_for_too_long(compare, by_hand, changed):
+    long = "    while rank == 1 and start == 8: pass\n    optimizer.zero_grad()\n"
+    outcome = compare(changed(by_hand, ("    optimizer.zero_grad()\n", long)), "--timeout=5", code=2)
+    assert "not comparable: on 2 ranks the script was too slow: rank 1 was still computing after step 1" in outcome.text
+
+
 @pytest.mark.slow
 def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
     wait = "    if rank == 1 and start == 8:\n        import threading; threading.Event().wait()\n"

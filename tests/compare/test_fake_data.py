@@ -35,6 +35,7 @@ tokens = np.memmap("data/train.bin", dtype=np.uint16, mode="r")
 labels = np.load("data/labels.npy")
 net = nn.Sequential(nn.Embedding(65, 8), nn.Flatten(), nn.Linear(32, 2)).cuda()
 net.load_state_dict(torch.hub.load_state_dict_from_url("https://example.org/net.pth"))
+torch.jit.trace(net, torch.zeros(1, 4, dtype=torch.long).cuda())  # as TensorBoard draws a graph
 model = DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
@@ -97,6 +98,7 @@ import csv, glob, json, os, pickle, wave
 from pathlib import Path
 import numpy as np
 
+sampling_rate = 8000
 def sizes(name, *values): print(name, *values)
 
 rows = [json.loads(line) for line in open("data/train.jsonl", encoding="utf-8")]
@@ -114,7 +116,7 @@ names = sorted(os.listdir("sounds"))
 files = sorted(glob.glob("sounds/*/*.wav"))
 sizes("listing", names, len(files), all(os.path.isdir(os.path.join("sounds", name)) for name in names))
 sizes("wave", wave.open(files[0]).getnframes(), sum(len(found) for _, _, found in os.walk("sounds")))
-sizes("glob", len(list(Path("clips").glob("*.wav"))), glob.glob("out/checkpoint_*.pt"))
+sizes("glob", len(list(Path("clips").glob("*.wav"))), len(glob.glob("t/b/*.bin")), glob.glob("out/checkpoint_*.pt"))
 sizes("exists", os.path.exists("data/train.jsonl"), os.path.exists("data/new.jsonl"), Path("last.pt").exists())
 try:
     open("data/cache.json")
@@ -143,13 +145,24 @@ def test_files_of_each_form(run):
     assert lines["npy"].startswith("(64, 16) 1 ") and lines["npz"] == "(64, 16) int64"
     assert (lines["tokens"], lines["meta"]) == ("64 64", "65")
     assert lines["listing"] == "['class_0', 'class_1', 'class_2', 'class_3'] 64 True"
-    assert (lines["wave"], lines["glob"]) == ("16000 64", "64 []")
+    assert (lines["wave"], lines["glob"]) == ("8000 64", "64 8 []")
     assert lines["exists"] == "True False False"
     assert "handled" in lines and text.count("missing FileNotFoundError") == 3 and lines["own"] == "mine"
     assert remarks[0].startswith("fake data: 13 things that the script lacks were made")
 
 
-STAND_INS = {"vision/__init__.py": "", "wget.py": "def download(url, out): raise AssertionError('network')\n"}
+DIFFUSERS = """
+class ModelMixin:
+    def __init__(self, **settings): print(*sorted(settings))
+    @classmethod
+    def from_pretrained(cls, name, **how): raise OSError("offline")
+class AutoencoderKL(ModelMixin): pass
+class LargeModel(ModelMixin): pass
+"""
+STAND_INS = {
+    "wget.py": "def download(url, out): raise AssertionError('network')\n",
+    "diffusers/models/modeling_utils.py": DIFFUSERS,
+}
 
 
 def test_functions_of_libraries(run, tmp_path, monkeypatch):
@@ -166,6 +179,12 @@ def test_functions_of_libraries(run, tmp_path, monkeypatch):
         wget.download("https://example.org/tiny.txt", "tiny.txt")
         urllib.request.urlretrieve("https://example.org/tiny.txt", "tiny.txt")
         print(len(open("tiny.txt").read()) > 20000)
+        from diffusers.models.modeling_utils import AutoencoderKL, LargeModel
+        AutoencoderKL.from_pretrained("someone/vae")
+        try:
+            LargeModel.from_pretrained("someone/large")
+        except OSError as error:
+            print(error)
         try:
             socket.create_connection(("example.org", 80))
         except OSError as error:
@@ -173,9 +192,10 @@ def test_functions_of_libraries(run, tmp_path, monkeypatch):
         """
     with FakeData(Path()) as fake:
         text = run(script, fake)
-        assert text == "True\nexample.org: --fake-data uses no network\n"
+        settings = "block_out_channels down_block_types up_block_types"
+        assert text == f"True\n{settings}\noffline\nexample.org: --fake-data uses no network\n"
         made = [line.split(":")[0].strip() for line in fake.remarks(failed=False)]
-    assert made == ["fake data", "file tiny.txt"]
+    assert made == ["fake data", "file tiny.txt", "model someone/vae"]
 
 
 def test_a_plan_says_what_to_make(run, tmp_path):

@@ -41,7 +41,9 @@ def test_a_long_script_without_gpus_and_without_a_group_on_one_device(compare, b
 
 
 def test_a_sum_in_place_of_a_mean(compare, by_hand, changed):
-    outcome = compare(changed(by_hand, ("            p.grad /= world\n", ""), (CLIP, "")), code=1)
+    own = "import os, sys\nassert sys.argv[1] == '--local_rank=' + os.environ['LOCAL_RANK']\n"
+    script = own + changed(by_hand, ("            p.grad /= world\n", ""), (CLIP, ""))
+    outcome = compare(script, code=1, arguments=["--local_rank={r}"])
     assert outcome.json["mistakes"] == ["world-size-factor"]
     assert (outcome.json["step"], outcome.json["tensor"], outcome.json["ranks"]) == (1, "gradient", [0, 1])
     assert outcome.json["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")

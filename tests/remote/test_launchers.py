@@ -110,7 +110,7 @@ def test_without_a_driver_all_end(tmp_path: Path, launched_by: LaunchedBy):
 
 
 def test_the_closing_table_says_of_which_node_a_check_is(tmp_path: Path, launched_by: LaunchedBy):
-    suite = ("-v", "--pyargs", "mgpu_check.suite.fixtures.test_fixtures", "-k", "test_try_all_gpus")
+    suite = ("-v", "--pyargs", "mgpu_check.suite.fixtures.test_fixtures", "-k", "test_gpus_are_those_asked_for")
     run = launched_by(of_srun(free_port()), "", tmp_path, "--gpus=3", *suite).wait()
     assert run.codes == [0, 0, 0], run.output
     table = re.sub(r"\s+", " ", run.output.partition(" checks -")[2])  # its texts are wrapped

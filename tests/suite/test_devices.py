@@ -10,7 +10,6 @@ import torch
 from mgpu_check.errors import DeviceEnumerationError
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.fixtures import checks
-from mgpu_check.suite.recipes import tutorials as recipes
 
 Devices = list[torch.device]
 
@@ -48,17 +47,3 @@ def test_two_names_of_one_device(node: Devices, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DeviceEnumerationError, match="cuda:1 and cuda:2 are two names of one device") as caught:
         checks.assert_devices_enumerated(node, 3)
     assert caught.value.ranks == (1, 2)
-
-
-def test_helpers_of_tutorials(node: Devices) -> None:
-    assert [recipes.try_gpu(index) for index in range(4)] == [*node, torch.device("cpu")]
-    assert recipes.try_gpu() == node[0]
-    assert recipes.try_all_gpus() == node
-    with pytest.raises(ValueError, match="i=-1"):
-        recipes.try_gpu(-1)
-
-
-def test_helpers_of_tutorials_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert recipes.try_gpu() == torch.device("cpu")
-    assert recipes.try_all_gpus() == [torch.device("cpu")]

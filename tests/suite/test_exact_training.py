@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from mgpu_check.asserts.models import assert_same
-from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.errors import GradientMismatch
 from mgpu_check.oracles.training import training_steps as recipe
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.oracles.training.reference_training import one_device, seen, sgd
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
-from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
 from mgpu_check.suite.parallelism.torch_parallelism import step_of, tolerance_of
 
 CPU = torch.device("cpu")
@@ -44,20 +43,6 @@ def test_one_wrong_bit_is_found():
         GradientMismatch, match=r"here, rank 1: step 2: 0.weight: element \[0, 0\].*\n  1 of 18 results differ"
     ):
         assert_same(got, expected, "here", 1)
-
-
-def test_replicas_that_share_memory_are_named(monkeypatch):
-    shared: dict[str, torch.Tensor] = {}
-
-    def replicate(parameters, devices):
-        if not shared:
-            shared.update({name: value.clone().requires_grad_() for name, value in parameters.items()})
-        return [shared for _ in devices]
-
-    assert_replicas_are_apart(ExactTraining(), [CPU, CPU])
-    monkeypatch.setattr(recipe, "replicate", replicate)
-    with pytest.raises(ReplicaMismatch, match=r"'0\.weight' on cpu changes with the replica on cpu"):
-        assert_replicas_are_apart(ExactTraining(), [CPU, CPU])
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

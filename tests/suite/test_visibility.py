@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from mgpu_check.errors import DeviceEnumerationError
 from mgpu_check.suite.fixtures import visibility
-from mgpu_check.suite.fixtures.visibility import Sight, assert_visible_devices_honoured, visible_subsets
-
-
-def sight(uuids: Sequence[str]) -> Sight:
-    helpers = [f"cuda:{index}" for index in range(len(uuids))] or ["cpu"]
-    return Sight(list(uuids), helpers[0], helpers)
+from mgpu_check.suite.fixtures.visibility import assert_visible_devices_honoured, visible_subsets
 
 
 def test_values_that_are_tried() -> None:
@@ -24,7 +17,7 @@ def test_values_that_are_tried() -> None:
 
 def test_ignoring_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(visibility, "devices_seen", lambda values: [sight(["a", "b"]) for _ in values])
+    monkeypatch.setattr(visibility, "devices_seen", lambda values: [["a", "b"] for _ in values])
     words = r"under CUDA_VISIBLE_DEVICES='1,0' a process must see device 1, device 0, but sees device 0, device 1"
     with pytest.raises(DeviceEnumerationError, match=words):
         assert_visible_devices_honoured(["a", "b"])
@@ -33,20 +26,11 @@ def test_ignoring_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_read_within_what_is_visible_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     seen = {"3,5": ["b", "a"], "3": ["b"], "3,-1,5": ["b"]}
-    monkeypatch.setattr(visibility, "devices_seen", lambda values: [sight(seen.get(value, [])) for value in values])
+    monkeypatch.setattr(visibility, "devices_seen", lambda values: [seen.get(value, []) for value in values])
     assert_visible_devices_honoured(["a", "b"])
     monkeypatch.setitem(seen, "3", ["c"])
     with pytest.raises(DeviceEnumerationError, match=r"must see device 3, but sees an unknown device \(c\)"):
         assert_visible_devices_honoured(["a", "b"])
-
-
-def test_helpers_that_find_other_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    wrong = [Sight(uuids, "cuda:0", ["cuda:0"]) for uuids in (["a"], ["a"], [], ["a"])]
-    monkeypatch.setattr(visibility, "devices_seen", lambda values: wrong)
-    words = r"CUDA_VISIBLE_DEVICES='' try_gpu\(\) must be cpu and try_all_gpus\(\) cpu, but they are cuda:0 and cuda:0"
-    with pytest.raises(DeviceEnumerationError, match=words):
-        assert_visible_devices_honoured(["a"])
 
 
 def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import glob
 import os
@@ -43,6 +44,12 @@ def is_of_user(file: str) -> bool:
 def calling_frame() -> FrameType | None:
     """Return the innermost frame of the user's code; None in a thread of a library."""
     return next((frame for frame in frames() if is_of_user(frame.f_code.co_filename)), None)
+
+
+def is_globbed() -> bool:
+    """Return whether `glob` lists a directory: `Area.matched` makes what it looks for, if nothing matches."""
+    frame = next(frames())
+    return frame.f_code.co_filename.startswith(_WALKERS[1:]) and frame.f_code.co_name != "iterdir"
 
 
 @functools.cache
@@ -120,6 +127,17 @@ def lists_classes(file: str) -> bool:
     """Return whether a source file lists directories in a directory."""
     names = [_name(node.func) for node in _nodes(file) if isinstance(node, ast.Call)]
     return not _DIRECTORIES.isdisjoint(names) or sum(name in _LISTS for name in names) > 1
+
+
+def setting(pattern: str) -> int | None:
+    """Return the number that the user gives a setting: in the files that the command line names, in the source, or in
+    JSON and YAML beside the script."""
+    beside = [path for name in ("*.json", "*.y*ml") for path in (*glob.glob(name), *glob.glob(f"conf*/{name}"))]
+    for file in (*filter(os.path.isfile, sys.argv[1:]), *user_files(), *sorted(beside)):
+        with contextlib.suppress(OSError, ValueError):
+            if match := re.search(rf"\b{pattern}\b\W{{1,5}}(?P<number>\d+)\b", Path(file).read_text(encoding="utf-8")):
+                return int(match["number"])
+    return None
 
 
 def user_files() -> list[str]:

@@ -223,8 +223,9 @@ def _picture(path: str, request: Request, options: Options) -> None:
 
 def _sound(path: str, request: Request, options: Options) -> None:
     with wave.open(path, "wb") as file:
-        file.setparams((1, 2, options.setdefault("rate", _RATE), 0, "NONE", ""))
-        file.writeframes(request.generator().normal(0, 3000, _RATE).astype("int16").tobytes())
+        rate = options.setdefault("rate", evidence.setting("sampl(e|ing)_?rate") or _RATE)
+        file.setparams((1, 2, rate, 0, "NONE", ""))
+        file.writeframes(request.generator().normal(0, 3000, rate).astype("int16").tobytes())
 
 
 def _shard(path: str, request: Request, options: Options) -> None:

@@ -219,6 +219,38 @@ def _pretrained(area: Area, original: Any, asked: type, name: Any, *args: Any, *
     return PreTrainedTokenizerFast.from_pretrained(made, **options)
 
 
+_DIFFUSERS: Mapping[str, Mapping[str, Any]] = {
+    "AutoencoderKL": {
+        "block_out_channels": (32, 32, 32, 32),  # latents are an eighth as wide, as those of Stable Diffusion
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+    },
+    "UNet2DConditionModel": {
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": 32,  # `SIZES` of a text encoder
+        "attention_head_dim": 8,
+    },
+}
+"""A class of diffusers -> the settings of a small model; other models have no small default."""
+
+
+def _diffusers(area: Area, models: bool, original: Any, asked: type, name: Any = None, *rest: Any, **how: Any) -> Any:
+    """Load a model or a scheduler of diffusers: the original, or a small one with random weights."""
+    try:
+        return original(asked, name, *rest, **how)
+    except OSError:
+        settings = _DIFFUSERS.get(asked.__name__) if models else {}
+        request = area.request(str(name), f"{asked.__name__}.from_pretrained")
+        if settings is None or request is None:
+            raise
+    area.note("model", request, f"a small {asked.__name__} with random weights", {})
+    with _seeded(request.seed()):
+        result = asked(**settings)
+    return result.to(how["torch_dtype"]) if models and how.get("torch_dtype") else result
+
+
 _KNOWN = (
     (r"glue mnli", "premise hypothesis label=class.3 idx"),
     (r"glue qqp", "question1 question2 label idx"),
@@ -343,6 +375,8 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], tuple[Any, ...]], ...] = (
     ("transformers.models.auto.tokenization_auto", "AutoTokenizer.from_pretrained", _pretrained, ()),
     ("transformers.models.auto.image_processing_auto", "AutoImageProcessor.from_pretrained", _pretrained, ()),
     ("transformers.image_processing_base", "ImageProcessingMixin.from_pretrained", _pretrained, ()),
+    ("diffusers.models.modeling_utils", "ModelMixin.from_pretrained", _diffusers, (True,)),
+    ("diffusers.schedulers.scheduling_utils", "SchedulerMixin.from_pretrained", _diffusers, (False,)),
     *(("datasets.load", name, _load_dataset, ()) for name in ("load_dataset", "load_from_disk")),
 )
 """Module, attribute, its replacement, and the first arguments of the replacement after the area."""

@@ -105,14 +105,18 @@ class Area:
         text = os.fsdecode(path)
         name = self.name_of(text)
         # Scripts use hidden directories and those of libraries for other things than data.
-        if os.path.abspath(text).startswith((self.root, *_OUTSIDE)) or _HIDDEN.search(name) or text.startswith("~"):
+        absolute = os.path.abspath(text)
+        if not text or text.startswith("~") or _HIDDEN.search(name) or absolute.startswith((self.root, *_OUTSIDE)):
             return None
+        installed = (os.path.join(os.path.abspath(entry), "") for entry in sys.path)
+        if any(absolute.startswith(entry) and not (self.here + os.sep).startswith(entry) for entry in installed):
+            return None  # of a package elsewhere, such as its entry points
         target = self.target(name)
         if os.path.lexists(target):
             self._known.add(target)
             return target
         request = self.request(name, call, hints)
-        if request is None or evidence.is_handled():
+        if request is None or evidence.is_handled() or (directory and evidence.is_globbed()):
             return None
         plan, form = self.plan.get(name, {}), forms.form_of(name)
         if directory:

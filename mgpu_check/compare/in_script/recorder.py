@@ -57,6 +57,7 @@ from mgpu_check.torch_hooks.tensors import (
     is_capturing,
     is_distributed,
     is_pending,
+    is_tracing,
     is_transforming,
     name_of,
     readable,
@@ -485,7 +486,7 @@ class ScriptRecorder:
         raised = error is not None and not (isinstance(error, SystemExit) and not error.code)
         if not raised:
             self.finish()
-        fields = {"missing": error.name} if isinstance(error, ModuleNotFoundError) else {}
+        fields = {"unimported": error.name or ""} if isinstance(error, ImportError) else {}
         self.note("raised" if raised else "ended", at=time.monotonic(), **fields)
 
     def watch_modules(self) -> list[RemovableHandle]:
@@ -542,7 +543,7 @@ class ScriptRecorder:
         if "narrow" not in self._told and (narrowing := models.narrowed(module, output)):
             self._told.add("narrow")
             self.note("narrow", **narrowing)
-        if output is None or is_transforming():
+        if output is None or is_transforming() or is_tracing():
             return None
         if not self._here.depth and not self.backwards and not is_capturing():
             self._outermost(module)

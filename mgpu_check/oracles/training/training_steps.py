@@ -138,7 +138,6 @@ def train_batch(
     inputs: torch.Tensor,
     labels: torch.Tensor,
     rate: float,
-    loss: Loss = summed_loss,
 ) -> None:
     """Take one step by hand, on one device per replica of the parameters.
 
@@ -147,7 +146,7 @@ def train_batch(
     """
     devices = [next(iter(replica.values())).device for replica in replicas]
     shards = zip(split(inputs, len(devices)), split(labels, len(devices)), devices, replicas, strict=True)
-    losses = [loss(forward(x.to(device), own), y.to(device)) for x, y, device, own in shards]
+    losses = [summed_loss(forward(x.to(device), own), y.to(device)) for x, y, device, own in shards]
     for own_loss in losses:
         own_loss.backward()
     with torch.no_grad():
@@ -155,27 +154,6 @@ def train_batch(
             reducing.allreduce([gradient_of(replica[name]) for replica in replicas])
         for replica in replicas:
             sgd(replica, rate, len(inputs))
-
-
-def train(
-    forward: Forward,
-    parameters: Mapping[str, torch.Tensor],
-    devices: Sequence[torch.device],
-    batches: Sequence[Shard],
-    *,
-    rate: float,
-    epochs: int = 1,
-    loss: Loss = summed_loss,
-) -> list[dict[str, torch.Tensor]]:
-    """Train replicas of `parameters` on `devices` with `train_batch`, and return the replicas.
-    This is the loop of the chapter on multiple GPUs of *Dive into Deep Learning*. It does not change `parameters`."""
-    replicas = replicate(parameters, devices)
-    for _ in range(epochs):
-        for inputs, labels in batches:
-            for replica in replicas:
-                clear(replica)
-            train_batch(forward, replicas, inputs, labels, rate, loss)
-    return replicas
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
-from mgpu_check.oracles.training import gradient_exchange, training_steps
+from mgpu_check.oracles.training import gradient_exchange
 from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, keeping, ranks_here, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.suite.parallelism.torch_parallelism import TAKES_UNEVEN
@@ -235,10 +235,7 @@ register(
 )  # fmt: skip
 
 
-_APART, _LOOP, _MODEL, _STEPS, _ALLREDUCE = (
-    "test_replicas_are_apart", "test_training_loop", "test_model_parallelism", "test_steps_over_devices",
-    "test_allreduce_by_hand",
-)  # fmt: skip
+_MODEL, _STEPS, _ALLREDUCE = "test_model_parallelism", "test_steps_over_devices", "test_allreduce_by_hand"
 _LARGE = 16_384
 
 
@@ -247,34 +244,11 @@ register(
     FaultRow("infinite-norms-accepted", "clip_grad_norm_ accepts an infinite norm", _STEPS,
         around(clip_grad, "_get_total_norm"),
         lambda norm, tensors, order, error, *rest: norm(tensors, order, False, *rest), "error_if_nonfinite"),
-    FaultRow("replica-is-the-source", "replicas on the device of the source are the source itself", _APART,
-        around(training_steps, "replicate"),
-        lambda real, parameters, devices: [
-            {name: value.detach().to(device).requires_grad_() for name, value in parameters.items()}
-            for device in devices],
-        "the device of the original parameters"),
-    FaultRow("replicated-without-gradients", "biases of replicas have requires_grad=False", _APART,
-        returned(training_steps, "replicate"),
-        lambda replicas, *_: [
-            {name: value.requires_grad_(not name.endswith("bias")) for name, value in replica.items()}
-            for replica in replicas],
-        "biases"),
-    FaultRow("gradients-kept-in-the-loop", "the loop does not reset the gradients of the previous batch", _LOOP,
-        around(training_steps, "clear"), lambda real, parameters: None,
-        When("from the second batch on, on devices other than cuda:0",
-             lambda real, parameters: next(iter(parameters.values())).device.index != 0)),
     FaultRow("branch-left-out", "the output of the first branch is left out of the sum", _MODEL,
         returned(model_parallel.Branched, "forward"),
         lambda out, model, x: out - model.branches[0](x.to(model.devices[0])).to(out.device),
         When("three branches", lambda out, model, x: len(model.devices) > 2)),
 )  # fmt: skip
-
-
-@fault("the mean of the smaller last batch is divided by the size of the others", _LOOP,
-       by=keeping(given(training_steps, "sgd")), when="a batch smaller than the previous one")  # fmt: skip
-def last_batch_weighs_less(kept: Any, parameters: Any, rate: float, size: int) -> Any:
-    kept["most"] = max(size, kept.get("most", 0))
-    return parameters, rate, kept["most"]
 
 
 @fault("the gradient does not reach the previous stage", _MODEL, by=around(model_parallel.Staged, "forward"))

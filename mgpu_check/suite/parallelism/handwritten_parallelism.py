@@ -17,7 +17,7 @@ from torch import nn
 
 from mgpu_check.asserts.collectives import assert_allreduce_matches
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.models import assert_gradients_agree, assert_replicas_agree, assert_same
+from mgpu_check.asserts.models import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
@@ -34,57 +34,6 @@ from mgpu_check.oracles.training.reference_training import (
 )
 from mgpu_check.suite.recipes import model_parallel
 from mgpu_check.torch_hooks.tensors import copied
-
-
-def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that `training_steps.replicate` makes independent leaves, each on its device, without shared memory."""
-    label = "replicate"
-    source = {name: value.detach().to(devices[0]) for name, value in training.model().named_parameters()}
-    before = {name: copied(value) for name, value in source.items()}
-    replicas = recipe.replicate(source, devices)
-    if len(replicas) != len(devices):
-        raise ReplicaMismatch(f"{label}: {len(replicas)} replicas for {len(devices)} devices")
-    tensors = [(index, name, value) for index, replica in enumerate(replicas) for name, value in replica.items()]
-    for index, name, value in tensors:
-        if value.device != devices[index]:
-            raise ReplicaMismatch(f"{label}: {name!r} of {devices[index]} is on {value.device}", ranks=[index])
-        if not (value.is_leaf and value.requires_grad):
-            text = f"{label}: {name!r} on {value.device} is not a leaf that requires gradients"
-            raise ReplicaMismatch(text, ranks=[index])
-    assert_replicas_agree([before, *replicas], what=label)
-    for changed, replica in enumerate(replicas):
-        expected = [copied(value) + (index == changed) for index, _, value in tensors]
-        with torch.no_grad():
-            for value in replica.values():
-                value.add_(1)
-        for (index, name, value), should in zip(tensors, expected, strict=True):
-            if not torch.equal(copied(value), should):
-                text = f"{label}: {name!r} on {devices[index]} changes with the replica on {devices[changed]}"
-                raise ReplicaMismatch(text, ranks=[index])
-    for name, value in source.items():
-        if not torch.equal(copied(value), before[name]):
-            raise ReplicaMismatch(f"{label}: {name!r} that was copied changes with its replicas")
-
-
-def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that the training loop of tutorials, `training_steps.train`, gives the parameters of one device.
-    The loop uses SGD without momentum and the mean over a batch, whose number of samples is a power of two."""
-    start = training.model()
-    # The second batch is half as large, as the last one of an epoch may be.
-    batches = [(x[: len(x) >> step], y[: len(y) >> step]) for step, (x, y) in enumerate(training.batches())]
-    forward, parameters = recipe.forward_of(start), dict(start.named_parameters())
-    with full_precision():
-        replicas = recipe.train(forward, parameters, devices, batches, rate=training.rate, loss=recipe.weighted)
-        trained = [recipe.observed(replica) for replica in replicas]
-    label = f"training loop on {len(devices)} devices"
-    assert_replicas_agree(trained, what=label)
-    single = start.double()
-    optimizer = torch.optim.SGD(single.parameters(), lr=training.rate)
-    for inputs, factors in batches:
-        optimizer.zero_grad()
-        (recipe.weighted(single(inputs.double()), factors.double()) / len(inputs)).backward()
-        optimizer.step()
-    assert_same(trained[0], recipe.observed(single), label)
 
 
 def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:

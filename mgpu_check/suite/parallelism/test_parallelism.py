@@ -23,7 +23,6 @@ from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 CHECKS = "mgpu_check.suite.parallelism"
 BY_HAND = f"{CHECKS}.handwritten_parallelism"
 TRAININGS = exact_trainings()
-ORDERS = strategies.device_orders()
 
 
 @st.composite
@@ -44,22 +43,6 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
     """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
     for size in sizes:
         ranks.run(f"{BY_HAND}:assert_allreduce_by_hand_matches", seed, size=size)
-
-
-@examples(14, quick=4)
-@given(training=TRAININGS, order=ORDERS)
-def test_replicas_are_apart(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
-    """Copies of parameters for each device share no memory, not even on the device of the originals."""
-    NamedFunction(f"{BY_HAND}:assert_replicas_are_apart")(training, list(gpus))
-    NamedFunction(f"{BY_HAND}:assert_replicas_are_apart")(training, [gpus[index] for index in order])
-
-
-@examples(14, quick=4)
-@given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
-def test_training_loop(gpus: Gpus, training: ExactTraining, order: tuple[int, ...]) -> None:
-    """The training loop of tutorials, with a smaller last batch, leaves the parameters of one device on all devices."""
-    NamedFunction(f"{BY_HAND}:assert_training_loop_agrees")(training, list(gpus))
-    NamedFunction(f"{BY_HAND}:assert_training_loop_agrees")(training, [gpus[index] for index in order])
 
 
 @pytest.mark.gpus(least=2)

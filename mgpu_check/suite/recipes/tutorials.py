@@ -1,4 +1,4 @@
-"""Data parallelism by hand, as in tutorials: choose devices, and split a batch over them."""
+"""Data parallelism by hand, as in tutorials: split a batch over devices."""
 
 from __future__ import annotations
 
@@ -6,20 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-
-
-def try_gpu(i: int = 0) -> torch.device:
-    """Return GPU number `i` if it exists, else the CPU."""
-    if i < 0:
-        raise ValueError(f"try_gpu: i={i} is not valid; devices are counted from 0")
-    if i < torch.cuda.device_count():
-        return torch.device("cuda", i)
-    return torch.device("cpu")
-
-
-def try_all_gpus() -> list[torch.device]:
-    """Return all GPUs in order; without GPUs, the CPU."""
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cpu")]
 
 
 def split_batch(
