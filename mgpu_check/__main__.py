@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -92,6 +95,8 @@ def _command(name: str, arguments: Sequence[str]) -> int:
     except SystemExit as stop:  # of an argument parser
         return int(stop.code or 0)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            return 128 + signal.SIGPIPE
         if isinstance(error, ModuleNotFoundError) and (missing := without_torch()):
             print(f"mgpu-check {name}: {missing}", file=sys.stderr)
             return WRONG_USAGE
@@ -102,6 +107,16 @@ def _command(name: str, arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return INTERNAL_ERROR
+
+
+def _reader_has_left() -> bool:
+    """Return whether nobody reads the standard output any more, as after ``| head``; it leads nowhere from then on."""
+    poll = select.poll()
+    poll.register(1, 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return True
+    return False
 
 
 if __name__ == "__main__":

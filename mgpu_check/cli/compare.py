@@ -115,7 +115,7 @@ def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
         fitted(command, plan.world)
     except ValueError as error:
         raise ValueError(f"{flag}={words}: {error}; give the arguments as in a shell") from None
-    return replace(plan, command=command, shown=f"{plan.shown} {words}")
+    return replace(plan, command=command, shown=f"{plan.shown} {words}".rstrip())
 
 
 def _both(options: argparse.Namespace, plan: ComparisonPlan, reference: RunRecording, candidate: RunRecording) -> int:
@@ -355,8 +355,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "compare the run of the working tree with the run of a commit, which git checks out temporarily"
     add("--against", type=_word, metavar="COMMIT", help=text)
     for flag in ("--a", "--b"):
-        text = "compare two runs whose scripts have these additional arguments"
-        add(flag, type=_word, metavar="ARGUMENTS", help=text)
+        text = "compare two runs whose scripts have these additional arguments; '' for none"
+        add(flag, type=str, metavar="ARGUMENTS", help=text)
     text = (
         "compare the run with the first values of options in a TOML file with runs that have each pair of other values"
     )
@@ -369,19 +369,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _word(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("'' is empty; give a commit, or arguments of the script in quotes")
+        raise argparse.ArgumentTypeError("'' is empty; give a commit")
     return text
+
+
+_PAIR = dict.fromkeys(("--a", "--b"), "--a and --b")
 
 
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Check that the options go together. Return whether two runs of several ranks are compared."""
-    modes = {"--against": options.against, "--a and --b": options.a or options.b, "--golden": options.golden}
+    modes = {"--against": options.against, "--a": options.a, "--b": options.b, "--golden": options.golden}
     modes["--space"] = options.space
-    chosen = [flag for flag, value in modes.items() if value]
+    chosen = list(dict.fromkeys(_PAIR.get(flag, flag) for flag, value in modes.items() if value is not None))
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} say what to compare with; give one of them")
-    if bool(options.a) != bool(options.b):
-        parser.error("--a and --b are the arguments of two runs; give both, or leave both out")
+    if (options.a is None) != (options.b is None):
+        flag = "--b" if options.a is None else "--a"
+        parser.error(f"argument {flag}: --a and --b are the arguments of two runs; give both, or leave both out")
     if options.update_golden and not options.golden:
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
     if options.space and options.html:

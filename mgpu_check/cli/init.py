@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,6 @@ _DOCUMENT = re.compile(r"README.*|Makefile|.*\.sh")
 _STARTER = re.compile(
     r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|mpiexec|mpirun|srun)\s(?:\\\n|<[^<>\n]*>|[^\n`|>&;#])*"
 )
-_CONSOLE = re.compile(r"""(?:[\s"',=:()\[\]]|#.*)*+([\w.-]+)\s*=\s*([\w.]+:[\w.]+)""")
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,6 @@ def _programs(root: Path) -> Iterator[tuple[str, str]]:
             table = table.get(key) if isinstance(table, dict) else None
         if isinstance(table, dict):
             yield from ((program, target) for program, target in table.items() if isinstance(target, str))
-    for name in ("setup.cfg", "setup.py"):
-        text = text_of(root / name)
-        for start in re.finditer("console_scripts", text):
-            at = start.end()
-            while entry := _CONSOLE.match(text, at):  # up to the next group of entry points
-                yield entry[1], entry[2]
-                at = entry.end()
 
 
 _DEFAULT = re.compile(r"\s*-\s*(?:(?:override|optional)\s+)*(?:([\w/]+)\s*:\s*)?([\w/]+)(?:\.yaml)?\s*(?:#.*)?")
@@ -469,22 +462,18 @@ _ROWS = (
     _Fit(r"(random_?|manual_?)?seed", "1", "one device and all ranks start from one seed"),
     _DEVICES,
 )
-_LAUNCH = re.compile(
-    r"-+((multiprocessing|use)[-_]?)?(distributed|ddp|fsdp)|-+(dist[-_](url|backend)|world[-_]size|rank|multi[-_]?gpu)"
-)
-"""Arguments by which a script starts its ranks, or joins them."""
-_LOCAL_RANK = re.compile(r"local_?rank")
-
 _OTHER = _Fit("", "1", "{} is 1: the script needs an integer")  # for a positional argument that no row fits
 
+_LAUNCH = re.compile(r"-+(\w+[-_])?(distributed|ddp|fsdp)|-+(dist[-_](url|backend)|world[-_]size|rank)")  # of ranks
+_LOCAL_RANK = re.compile(r"local_?rank")
 _MODEL = re.compile(r"(.*_)?(model|arch|net|network|backbone)(_?(name|type|size))?")
 _SMALL = (r"(?<!\d)18(?!\d)", r"atto|femto|pico|nano|micro|mini|tiny|debug", r"small|(^|[-_/])x*s([-_/\d]|$)")
 """Marks of small models in the names of choices, the likeliest first."""
 _DATA = re.compile(r"(.*_)?(data(set)?s?|coco|imagenet|root|corpus|images)(_?(path|dir|root|folder|file)s?)?")
 """Names of arguments for data: what does not exist there is made."""
 _PLACEHOLDER = re.compile(r"\[[^\]]*\]|<[^<>]*>|\{[^{}]*\}|\$\{?\w+\}?|\.\.\.|…|\b[A-Z]+_[A-Z_]+\b")
-_UNUSABLE = re.compile(rf"{_PLACEHOLDER.pattern}|['\"\\]|-+(eval\w*|test\w*|infer\w*|generate|sample|resume)\b")
 _NO_TRAINING = re.compile(r"-+(eval\w*|test\w*|infer\w*|generate|sample|resume)\b")
+_UNUSABLE = re.compile(rf"{_PLACEHOLDER.pattern}|['\"\\]|{_NO_TRAINING.pattern}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -562,7 +551,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"no verdict: interrupted; {parsed.output} is kept. Smaller arguments after -- make its runs shorter")
         return INTERRUPTED
     print(f"no verdict: nothing was compared, for the reason above, and {parsed.output} is no test yet")
-    print("do: install or give what the script lacks, and call init again, which replaces the test if it is unchanged:")
+    advice = "install or give what the script lacks" if watch.untrained else "follow the report above"
+    print(f"do: {advice}, and call init again, which replaces the test if it is unchanged:")
     print(f"    {example}")
     print(f"see: {_HOW_TO}/compare.md")
     return UNDECIDED
@@ -715,13 +705,11 @@ def _words(command: Command) -> list[str]:
 
 
 def _launching(entry: TrainingScript) -> tuple[list[str], str]:
-    """Return the arguments by which the script starts its ranks on one host, as a command of the repository has them,
-    and the place of the command."""
+    """Return how a command of the repository lets the script start its ranks on one host, and the command's place."""
     valued = {spelling for option in entry.options for spelling in (option.name, *option.names)}
     for command in entry.documented:
-        found: list[str] = []
-        words = _words(command)
-        for word, following in zip(words, [*words[1:], ""], strict=True):
+        found, words = list[str](), _words(command)
+        for word, following in pairwise([*words, ""]):
             if _LAUNCH.fullmatch(word.partition("=")[0]):
                 found += [word, following] if word in valued else [word]
         if found and not re.search(r"<>|world[-_]size[= ](?!1\b)", " ".join(found)):
@@ -738,7 +726,7 @@ def _value(option: ScriptArgument, documented: Mapping[str, tuple[str, str]]) ->
     is_data = _DATA.fullmatch(option.variable) is not None
     if value and (option.required or (is_data and "/" in value) or Path(value).is_file()):
         return value, place
-    if option.required and is_data:
+    if is_data and (option.required or option.unset):
         return "fake_data" if Path("data").exists() else "data", ": missing data are made"
     if _MODEL.fullmatch(option.variable):
         small = (choice for mark in _SMALL for choice in option.choices if re.search(mark, choice.lower()))

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +42,7 @@ class ScriptArgument:
     names: tuple[str, ...] = ()  # all its names, as "-b" and "--batch-size"
     subcommand: bool = False  # it is the name of a subcommand, which has further arguments
     choices: tuple[str, ...] = ()  # the words that it takes, if its parser lists them
+    unset: bool = False  # its default is for users to replace, such as "/path/to/imagenet"
 
     def is_in(self, words: Sequence[str]) -> bool:
         """Return whether a command line sets this argument."""
@@ -160,6 +161,7 @@ def _name(node: ast.expr) -> str:
 
 _FILE = "_MGPU_CHECK_ARGUMENTS"
 """The variable with the file for the arguments; the start-up code then ends the script before it trains."""
+_UNSET = re.compile(r"path/to|\byour\b|<\w+>", re.IGNORECASE)
 _MOST_CHOICES = 1000  # of an argument: more are a range of numbers
 _TIMEOUT = 60.0  # seconds: imports from a cold disk take long
 
@@ -252,7 +254,8 @@ def _of_argparse(parser: argparse.ArgumentParser) -> Iterator[ScriptArgument]:
         elif action.nargs != 0:
             integer = action.type is int or (action.type is None and type(action.default) is int)
             spellings = action.option_strings or [action.dest]
-            yield _argument(spellings, action.required, integer, action.choices)
+            argument = _argument(spellings, action.required, integer, action.choices)
+            yield replace(argument, unset=_UNSET.search(str(action.default)) is not None)
 
 
 def _of_click(command: Any) -> Iterator[ScriptArgument]:

@@ -116,8 +116,10 @@ def test_a_script_that_the_pages_start_comes_first(repository):
         ({"pkg/go.py": "from .data import f", "pkg/data.py": ""}, "pkg/go.py", "-m pkg.go", ""),
         ({"src/pkg/go.py": "import pkg.x", "src/pkg/x.py": ""}, "src/pkg/go.py", "-m pkg.go", "pkg"),
         ({"go.py": "import pkg.x", "src/pkg/x.py": ""}, "go.py", "go.py", "pkg"),
-        ({"pkg/go.py": "def main(): pass", "setup.py": "{'console_scripts': ['go = pkg.go:main']}"}, "go", "go", "pkg"),
-        ({"pkg/__main__.py": LOOP, "setup.cfg": "console_scripts =\n  go = pkg.__main__:main"}, "-m pkg", "-m pkg", ""),
+        (
+            {"pkg/go.py": "def main(): pass", "pyproject.toml": "project.scripts.go = 'pkg.go:main'"},
+            *("go", "go", "pkg"),
+        ),
         ({"src/pkg/__main__.py": ""}, "-m pkg", "-m pkg", "pkg"),
         (
             {"v1.0/sub/go.py": "import lib, x", "v1.0/sub/x.py": "", "v1.0/lib.py": ""},
@@ -152,17 +154,6 @@ def test_a_script_is_named_as_in_a_shell(repository, tmp_path, capsys):
         ("pyproject.toml", "[tool.poetry.scripts]\ngo = 'pkg.go:main'\nno = {file = 'no.sh'}", ["go"]),
         ("pyproject.toml", "[project.entry-points.'pytest11']\ngo = 'pkg.go:main'", []),
         ("pyproject.toml", "[project\n", []),
-        ("setup.cfg", "[options.entry_points]\nplugins =\n  go = pkg.go:main\n", []),
-        (
-            "setup.cfg",
-            "console_scripts =\n  # first\n  a = b:c\n  go=pkg.go:main\nplugins =\n  no = pkg.go:f\n",
-            ["go"],
-        ),
-        (
-            "setup.py",
-            "{'x': ['no = pkg.go:f'], 'console_scripts': ['go = pkg.go:main',], 'y': ['z = pkg.go:f']}",
-            ["go"],
-        ),
     ],
 )
 def test_only_programs_of_a_console_are_installed_programs(repository, tmp_path, name, text, programs):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.compare.fake_data import FakeData, plan_file
+from mgpu_check.compare.fake_data.libraries import _DIFFUSERS
 from mgpu_check.processes.environments import with_startup
 
 SIMULATED = ("--gpus=2", "--simulate", "--fake-data")
@@ -106,6 +107,7 @@ sizes("jsonl", len(rows), type(rows[0]["question"]).__name__, sorted({row["label
 table = list(csv.DictReader(open("../tables/houses.csv")))
 sizes("csv", len(table), sorted(table[0]), float(table[3]["price"]) != float(table[4]["price"]))
 sizes("json", len(json.load(open("data/rows.json"))))
+sizes("coco", *map(len, json.load(open("coco/annotations/instances_train.json")).values()))
 sizes("text", len(Path("/nowhere/input.txt").read_text()) > 20000)
 sizes("npy", np.load("data/x.npy").shape, np.load("data/y.npy").max(), np.load("data/x.npy")[0, 0])
 sizes("npz", np.load("data/train.npz")["x_train"].shape, np.load("data/train.npz")["y_train"].dtype)
@@ -141,14 +143,14 @@ def test_files_of_each_form(run):
     lines = {name: rest for name, _, rest in (line.partition(" ") for line in text.splitlines())}
     assert lines["jsonl"].startswith("64 str [0, 1] ")
     assert lines["csv"].startswith("64 [") and "'price'" in lines["csv"] and lines["csv"].endswith(" True")
-    assert (lines["json"], lines["text"]) == ("64", "True")
+    assert (lines["json"], lines["coco"], lines["text"]) == ("64", "64 64 10", "True")
     assert lines["npy"].startswith("(64, 16) 1 ") and lines["npz"] == "(64, 16) int64"
     assert (lines["tokens"], lines["meta"]) == ("64 64", "65")
     assert lines["listing"] == "['class_0', 'class_1', 'class_2', 'class_3'] 64 True"
     assert (lines["wave"], lines["glob"]) == ("8000 64", "64 8 []")
     assert lines["exists"] == "True False False"
     assert "handled" in lines and text.count("missing FileNotFoundError") == 3 and lines["own"] == "mine"
-    assert remarks[0].startswith("fake data: 13 things that the script lacks were made")
+    assert remarks[0].startswith("fake data: 14 things that the script lacks were made")
 
 
 DIFFUSERS = """
@@ -159,10 +161,8 @@ class ModelMixin:
 class AutoencoderKL(ModelMixin): pass
 class LargeModel(ModelMixin): pass
 """
-STAND_INS = {
-    "wget.py": "def download(url, out): raise AssertionError('network')\n",
-    "diffusers/models/modeling_utils.py": DIFFUSERS,
-}
+NETWORK = "def download(url, out): raise AssertionError('network')\n"
+STAND_INS = {"wget.py": NETWORK, "diffusers/models/modeling_utils.py": DIFFUSERS}
 
 
 def test_functions_of_libraries(run, tmp_path, monkeypatch):
@@ -192,8 +192,10 @@ def test_functions_of_libraries(run, tmp_path, monkeypatch):
         """
     with FakeData(Path()) as fake:
         text = run(script, fake)
-        settings = "block_out_channels down_block_types up_block_types"
-        assert text == f"True\n{settings}\noffline\nexample.org: --fake-data uses no network\n"
+        assert (
+            text
+            == f"True\n{' '.join(_DIFFUSERS['AutoencoderKL'])}\noffline\nexample.org: --fake-data uses no network\n"
+        )
         made = [line.split(":")[0].strip() for line in fake.remarks(failed=False)]
     assert made == ["fake data", "file tiny.txt", "model someone/vae"]
 

@@ -51,7 +51,7 @@ def test_a_sum_in_place_of_a_mean(compare, by_hand, changed):
     named = outcome.json["parameter"]
     assert f"differs: step 1: the gradient of {named} is 2 times as large on ranks 0-1" in outcome.text
     assert "docs/classes/world-size-factor.md" in outcome.text
-    assert re.search(r": the world size; all_reduce \(sum, 2 ranks\) at train.py:24 leaves it so$", outcome.text, re.M)
+    assert re.search(r": the world size; all_reduce \(sum, 2 ranks\) at train.py:26 leaves it so$", outcome.text, re.M)
 
 
 @pytest.mark.slow

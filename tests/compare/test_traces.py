@@ -138,7 +138,7 @@ def test_two_sets_of_arguments(command, tmp_path):
     """And a script without seeds, whose run is not repeatable."""
     tmp_path.joinpath("train.py").write_text(script("changes"))
     words = ("--gpus=1", "--steps=2")
-    text = command("compare", *words, "--a=foreach", "--b=micro-batches", "--", "train.py", code=0, processes=3)
+    text = command("compare", *words, "--a=", "--b=micro-batches", "--", "train.py", code=0, processes=3)
     assert "equal: 2 steps on 1 rank train the same 4 parameters as in --a, within rounding" in text
     words_of_both = ("--a=foreach", "--b=micro-batches", "--bitwise", "--", "train.py")
     text = command("compare", *words, *words_of_both, code=1, processes=3)

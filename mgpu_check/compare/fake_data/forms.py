@@ -18,6 +18,7 @@ import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from mgpu_check.compare.fake_data import evidence
@@ -154,6 +155,25 @@ def _table(path: str, request: Request, options: Options) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def _coco(path: str, request: Request, options: Options) -> None:
+    """Write annotations in the format of COCO: a box with its polygon in each image, and a caption."""
+    numbers = range(1, 1 + options.setdefault("samples", SAMPLES))
+    classes = options.setdefault("classes", 10)
+    box = [_SIDE // 4, _SIDE // 4, _SIDE // 2, _SIDE // 2]  # left, top, width, height
+    low, high = _SIDE // 4, 3 * _SIDE // 4
+    polygon = [low, low, high, low, high, high, low, high]
+    annotation = {"bbox": box, "area": box[2] * box[3], "iscrowd": 0, "segmentation": [polygon]}
+    rows = {
+        "images": [{"id": n, "file_name": f"{n:012}.jpg", "width": _SIDE, "height": _SIDE} for n in numbers],
+        "annotations": [
+            {"id": n, "image_id": n, "category_id": 1 + n % classes, "caption": text(request.random(n)), **annotation}
+            for n in numbers
+        ],
+        "categories": [{"id": 1 + n, "name": str(n), "supercategory": ""} for n in range(classes)],
+    }
+    Path(path).write_text(json.dumps(rows), encoding="utf-8")
+
+
 def _text(path: str, request: Request, options: Options) -> None:
     rng = request.random()
     with open(path, "w", encoding="utf-8") as file:
@@ -271,6 +291,8 @@ def form_of(path: str) -> tuple[str, Maker] | None:
     """Return the form of a file, from its name; None if the name shows none, or it may be a checkpoint or settings."""
     name = os.path.basename(path).lower()
     suffix = os.path.splitext(name)[1]
+    if re.search(r"(^|/)annotations/.*\.json$|(instances|captions)_\w+\.json$", path):
+        return "annotations of COCO", _coco
     if suffix in (".bin", ".npz", ".h5", ".hdf5") and _STATE.search(name) and not _DATA.search(name):
         return None
     if (suffix == ".json" and _SETTINGS.search(name)) or (suffix == ".pkl" and name != "meta.pkl"):

@@ -503,7 +503,8 @@ class ScriptRecorder:
             self._inputs.enter(self._here.depth)
 
     def _enter_outermost(self, module: nn.Module) -> None:
-        main = threading.current_thread() is threading.main_thread() and not is_transforming()
+        on_main = threading.current_thread() is threading.main_thread()
+        main = on_main and not is_transforming() and not is_tracing()
         self._here.trains = self._trains(module)
         trains = self._here.trains and not is_capturing()
         if main and trains and self.forked() and self.world == 1 and script_calls.trains_alone(module):

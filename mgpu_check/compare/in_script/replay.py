@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import dataloader as loaders
@@ -52,7 +52,7 @@ from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.simulated.tensor import tensors_in
 from mgpu_check.torch_hooks.nested import leaves, named_buffers, named_modules, named_parameters
 from mgpu_check.torch_hooks.patches import Patches, around, replaced
-from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, is_transforming, plain
+from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, is_tracing, is_transforming, plain
 
 if TYPE_CHECKING:
     from mgpu_check.compare.in_script.recorder import ScriptRecorder
@@ -197,7 +197,8 @@ class Points(abc.ABC):
 
     def active(self) -> bool:
         """Return whether the script's own thread runs within the recorded steps."""
-        return self.recorder.done < self.until and threading.get_ident() == self._thread and not self._paused
+        own = threading.get_ident() == self._thread and not is_tracing()
+        return own and self.recorder.done < self.until and not self._paused
 
     def micro(self) -> int:
         """Return the number of the micro-batch."""
@@ -258,6 +259,11 @@ class Points(abc.ABC):
         """
         with sdpa_kernel(SDPBackend.MATH) if dropout_p and self.active() else contextlib.nullcontext():
             return original(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+    def trace(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Trace without modes: with one, an operator in place makes the tracer take its result for a constant."""
+        with _disable_current_modes():
+            return original(*args, **kwargs)
 
     def make_optimizer(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
@@ -673,6 +679,7 @@ def install(recorder: ScriptRecorder, steps: int | None, rank: int, tape: int | 
     for name in (*_LOSSES, "scaled_dot_product_attention"):
         original = getattr(nn.functional, name)
         patches.replace(original, around(points.call_loss if name in _LOSSES else points.call_attention)(original))
+    patches.replace(torch.jit.trace, around(points.trace)(torch.jit.trace))
     patches.apply()
     watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         *((nn.Module, "__call__", points.call_module), (DataLoader, "__iter__", points.iterate)),

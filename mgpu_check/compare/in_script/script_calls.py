@@ -376,6 +376,13 @@ def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
             file, line = places.get(variable or "") or calling_line()
             note("led", address=f"{hostname}:{port}", variable=variable, file=file, line=line)
             hostname, port = store
+            own = {name: os.environ.get(name, "") for name in meant}
+            # An agent has its store where these variables say (torch/distributed/rendezvous.py, torch 2.14).
+            os.environ.update(MASTER_ADDR=hostname, MASTER_PORT=str(port))
+            try:
+                return original(hostname, port, rank, world_size, *args, **kwargs)
+            finally:
+                os.environ.update(own)
         return original(hostname, port, rank, world_size, *args, **kwargs)
 
     patches = Patches(sparing="mgpu_check")

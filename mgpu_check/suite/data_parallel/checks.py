@@ -625,32 +625,6 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     assert_same({name: gradients[0]}, {name: expected}, f"{label}: the argument of a hook")
 
 
-def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that gradients of gradients, as for a gradient penalty, equal those of one device with `DataParallel`.
-    The one device is the CPU. The computation is in float64, which holds all of these whole numbers exactly."""
-    with oracle.exact_arithmetic():
-        for run in runs:
-            x, targets = (tensor.double() for tensor in run.batches()[0])
-            reference = run.build().double()
-            expected = _second(reference, reference, x, targets)
-            for order in both_ways(devices):
-                model = run.build().double()
-                got = _second(model, _wrapped(model, order), x, targets.to(order[0]))
-                assert_same(got, expected, _label(run, order, ", gradients of gradients"))
-
-
-def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradient of a weighted sum of gradients, by name of parameter.
-    A batch in float64 goes through `called`, the model or its wrapper."""
-    outputs = called(x)
-    named = dict(model.named_parameters())
-    loss = (outputs.square() * targets.remainder(4)).sum()
-    gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
-    penalty = sum((gradient * (number + 1)).sum() for number, gradient in enumerate(gradients))
-    second = torch.autograd.grad(torch.as_tensor(penalty), list(named.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(named, second, strict=True) if gradient is not None}
-
-
 def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None:
     """Assert that the sparse gradient of an embedding sums those of all replicas; a batch looks up these rows."""
     for order in both_ways(devices):

@@ -18,7 +18,6 @@ from torch._utils import ExceptionWrapper
 from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, comm
-from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, keeping, returned, upper_bits
 from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
@@ -348,10 +347,6 @@ register(
     FaultRow("sparse-gradients-of-the-last-left-out", "sparse gradients are added up without the last device",
         "test_sparse_gradients", given(comm, "reduce_add"), lambda inputs, *_: ([*inputs[:-1], inputs[-1] * 0],),
         When("sparse gradients", lambda inputs, *args: inputs[-1].is_sparse and len(inputs) > 1)),
-    FaultRow("second-gradients-lost", "gradients of gradients are zero", "test_second_gradients",
-        returned(ReduceAddCoalesced, "backward"),
-        lambda gradients, *_: tuple(None if gradient is None else gradient * 0 for gradient in gradients),
-        "create_graph=True"),
     FaultRow("keywords-of-before-the-hook", "a replica ignores the keyword arguments that its pre-hook returns",
         "test_hooks", hooks_of_replicas("register_forward_pre_hook"),
         lambda arguments, result: result and (result[0], arguments[1]), "forward pre-hooks with keyword arguments"),

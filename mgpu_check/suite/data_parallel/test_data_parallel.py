@@ -132,13 +132,6 @@ def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 
 
 @examples(14, quick=2)
-@given(order=ORDERS, runs=whole_runs(("mlp", "listed")))
-def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """Second-order gradients, such as those of a gradient penalty, match one device."""
-    NamedFunction(f"{CHECKS}:assert_second_gradients")([gpus[index] for index in order], runs)
-
-
-@examples(14, quick=2)
 @given(order=ORDERS, rows=st.lists(st.integers(0, 12), min_size=9, max_size=25))
 def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], rows: list[int]) -> None:
     """The sparse gradient of an embedding is the sum over all replicas and stays sparse."""
