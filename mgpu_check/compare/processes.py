@@ -50,7 +50,7 @@ from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes import child_processes
 from mgpu_check.processes.child_processes import STACKS_SIGNAL, children, held_back, kill, processor_seconds
 from mgpu_check.processes.collective_records import fewest
-from mgpu_check.processes.environments import PLACE, SETTINGS, VARIABLES, with_startup, without_launcher
+from mgpu_check.processes.environments import PLACE, SETTINGS, SIMULATE, VARIABLES, with_startup, without_launcher
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.tracebacks import Location, location_of
 
@@ -407,7 +407,7 @@ def run(
                     started.append(process)
             # The processes can already connect; the store serves them from now on.
             undo.enter_context(_store(listener, world))
-            failed_rank, hung = _wait(processes, timeout)
+            failed_rank, hung = _wait(processes, timeout, SIMULATE in environment)
         finally:
             for process in started:
                 process.kill()
@@ -459,7 +459,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | None, bool]:
+def _wait(processes: Sequence[_RecordedProcess], timeout: float, simulated: bool) -> tuple[int | None, bool]:
     """Wait until all processes have ended or hang. Return the rank that failed first, and whether it hung."""
     sizes = [0] * len(processes)
     moved_at = last_look = time.monotonic()
@@ -488,8 +488,13 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
             sizes, moved_at = grown, now
             computed = {process: processor_seconds(process.pid()) for process in open_}
         if now > moved_at + timeout:
+            import torch
+
+            # A process that waits for a real device keeps its processor busy, too (CUDA's cudaDeviceScheduleSpin).
+            spins = not simulated and torch.cuda.is_available()
             for process in open_:
-                process.is_slow = processor_seconds(process.pid()) - computed.get(process, 0.0) > _SLOW * timeout
+                used = processor_seconds(process.pid()) - computed.get(process, 0.0)
+                process.is_slow = not spins and used > _SLOW * timeout
             _look(open_)
             if failed_rank is not None:
                 return failed_rank, False

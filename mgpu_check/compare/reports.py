@@ -37,9 +37,7 @@ def failed_run(run: ScriptRun, failed: ProcessResult, one_device: bool) -> Repor
     if failed.how == "hung" and run.has("autocast"):
         remarks += _todo(["pass --float32: on simulated GPUs, processors may compute very slowly in float16"])
     if failed.is_slow:
-        remarks += _todo(
-            ["pass a larger --timeout, or arguments that make it fast: a small model, a short evaluation before step 1"]
-        )
+        remarks += _todo(["pass a larger --timeout, or arguments that make it fast, such as a small model"])
     return Report(f"{outcome}: {location} the script {verb}: {failed}", remarks=remarks)
 
 

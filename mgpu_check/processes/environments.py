@@ -76,6 +76,10 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
 """The variables that a launcher sets for a rank of one host."""
 
 
+SIMULATE = "_MGPU_CHECK_SIMULATE"
+"""The variable that makes a Python simulate GPUs: their number, and what backs them."""
+
+
 def rank_and_world() -> tuple[int, int]:
     rank, _, world = os.environ[PLACE].partition("/")
     return int(rank), int(world)
@@ -94,7 +98,7 @@ def simulating(environment: Mapping[str, str], gpus: int | None, backing: str = 
         # It restricts real devices, often to none. If the program sets it for its children, it takes effect there.
         variables.pop("CUDA_VISIBLE_DEVICES", None)
     variables["PYTHONPATH"] = with_startup(variables)
-    variables["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"
+    variables[SIMULATE] = f"{gpus},{backing}"
     return variables
 
 

@@ -163,6 +163,7 @@ class LargeModel(ModelMixin): pass
 """
 NETWORK = "def download(url, out): raise AssertionError('network')\n"
 STAND_INS = {"wget.py": NETWORK, "diffusers/models/modeling_utils.py": DIFFUSERS}
+STAND_INS["evaluate/loading.py"] = "def load(*names): raise FileNotFoundError\n"
 
 
 def test_functions_of_libraries(run, tmp_path, monkeypatch):
@@ -181,6 +182,8 @@ def test_functions_of_libraries(run, tmp_path, monkeypatch):
         print(len(open("tiny.txt").read()) > 20000)
         from diffusers.models.modeling_utils import AutoencoderKL, LargeModel
         AutoencoderKL.from_pretrained("someone/vae")
+        from evaluate.loading import load
+        assert load("glue", "mrpc").compute()["f1"] == 0
         try:
             LargeModel.from_pretrained("someone/large")
         except OSError as error:
@@ -197,7 +200,7 @@ def test_functions_of_libraries(run, tmp_path, monkeypatch):
             == f"True\n{' '.join(_DIFFUSERS['AutoencoderKL'])}\noffline\nexample.org: --fake-data uses no network\n"
         )
         made = [line.split(":")[0].strip() for line in fake.remarks(failed=False)]
-    assert made == ["fake data", "file tiny.txt", "model someone/vae"]
+    assert made == ["fake data", "file tiny.txt", "model someone/vae", "metric glue"]
 
 
 def test_a_plan_says_what_to_make(run, tmp_path):

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,13 +210,13 @@ def _pretrained(area: Area, original: Any, asked: type, name: Any, *args: Any, *
             made = area.made(target, request, "model", f"a small {kind} with random weights", _model_directory)
     if made is None:
         return original(asked, name, *args, **kwargs)
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder", "variant")}
     if "okenizer" not in asked.__name__:
         with _seeded(Request(name, "", "", 0).seed()):
             return original(asked, made, *args, **kwargs)
     from transformers import PreTrainedTokenizerFast
 
-    files = ("use_fast", "config", "revision", "subfolder")  # they say which class and file it has
-    options = {key: value for key, value in kwargs.items() if key not in files}
+    options = {key: value for key, value in kwargs.items() if key not in ("use_fast", "config")}  # of its own class
     return PreTrainedTokenizerFast.from_pretrained(made, **options)
 
 
@@ -249,6 +250,27 @@ def _diffusers(area: Area, models: bool, original: Any, asked: type, name: Any =
     with _seeded(request.seed()):
         result = asked(**settings)
     return result.to(how["torch_dtype"]) if models and how.get("torch_dtype") else result
+
+
+class _Metric:
+    """A metric of `evaluate` in place of one that is not there: each of its results is 0."""
+
+    def add(self, *args: Any, **kwargs: Any) -> None: ...
+
+    add_batch = add
+
+    def compute(self, *args: Any, **kwargs: Any) -> defaultdict[str, float]:
+        return defaultdict(float)
+
+
+def _metric(area: Area, original: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(name, *args, **kwargs)
+    except OSError:
+        if (request := area.request(str(name), "evaluate.load")) is None:
+            raise
+    area.note("metric", request, "results are 0", {})
+    return _Metric()
 
 
 _KNOWN = (
@@ -358,7 +380,7 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], tuple[Any, ...]], ...] = (
     ("soundfile", "SoundFile.__init__", _open, (1, "file", {})),
     ("torchaudio", "load", _open, (0, "uri", {})),
     ("cv2", "imread", _open, (0, "filename", {})),
-    ("torchvision.datasets", "ImageFolder.__init__", _open, (1, "root", _FOLDER)),
+    *(("torchvision.datasets", f"{name}Folder.__init__", _open, (1, "root", _FOLDER)) for name in ("Image", "Dataset")),
     *(("torchvision.io", name, _open, (0, "path", {})) for name in ("read_image", "read_file", "decode_image")),
     ("torch.hub", "download_url_to_file", _download, ()),
     ("urllib.request", "urlretrieve", _download, ()),
@@ -377,6 +399,7 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], tuple[Any, ...]], ...] = (
     ("transformers.image_processing_base", "ImageProcessingMixin.from_pretrained", _pretrained, ()),
     ("diffusers.models.modeling_utils", "ModelMixin.from_pretrained", _diffusers, (True,)),
     ("diffusers.schedulers.scheduling_utils", "SchedulerMixin.from_pretrained", _diffusers, (False,)),
+    ("evaluate.loading", "load", _metric, ()),
     *(("datasets.load", name, _load_dataset, ()) for name in ("load_dataset", "load_from_disk")),
 )
 """Module, attribute, its replacement, and the first arguments of the replacement after the area."""

@@ -623,19 +623,3 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
         raise GradientMismatch(f"{label}: the hook of {name} was called {len(gradients)} times, expected once")
     assert expected is not None
     assert_same({name: gradients[0]}, {name: expected}, f"{label}: the argument of a hook")
-
-
-def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None:
-    """Assert that the sparse gradient of an embedding sums those of all replicas; a batch looks up these rows."""
-    for order in both_ways(devices):
-        count, samples = max(rows) + 1, torch.tensor(rows, device="cpu")
-        factors = torch.arange(1.0, len(rows) + 1)
-        model = nn.Embedding(count, 2, sparse=True).to(order[0])
-        outputs = _wrapped(model, order)(samples)
-        (outputs.sum(1) * factors.to(order[0])).sum().backward()
-        expected = torch.zeros(count, 2).index_add_(0, samples, factors[:, None].expand(-1, 2))
-        gradient = model.weight.grad
-        label = f"DataParallel of a sparse embedding on {', '.join(map(str, order))}"
-        if gradient is None or not gradient.is_sparse:
-            raise GradientMismatch(f"{label}: its gradient is {None if gradient is None else gradient.layout}")
-        require_same(f"{label}: the gradient", gradient.to_dense(), expected, order[0])

@@ -129,10 +129,3 @@ def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Forward hooks of layers run on each replica, and hooks of parameters get the whole gradient."""
     NamedFunction(f"{CHECKS}:assert_hooks_called")([gpus[index] for index in order], runs)
-
-
-@examples(14, quick=2)
-@given(order=ORDERS, rows=st.lists(st.integers(0, 12), min_size=9, max_size=25))
-def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], rows: list[int]) -> None:
-    """The sparse gradient of an embedding is the sum over all replicas and stays sparse."""
-    NamedFunction(f"{CHECKS}:assert_sparse_gradients_added")([gpus[index] for index in order], rows)
