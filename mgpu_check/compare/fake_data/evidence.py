@@ -144,4 +144,5 @@ def user_files() -> list[str]:
     """Return the source files of the user that this process has imported, the script first."""
     modules = [sys.modules.get("__main__"), *sys.modules.values()]
     files = [os.path.abspath(file) for module in modules if (file := getattr(module, "__file__", None))]
-    return [file for file in dict.fromkeys(files) if file.endswith(".py") and is_of_user(file)]
+    own = (file for file in dict.fromkeys(files) if file.endswith(".py") and is_of_user(file))
+    return [file for file in own if os.path.lexists(file)]  # that of torch.ops is "_ops.py" (torch 2.13)

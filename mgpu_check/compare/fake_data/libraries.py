@@ -285,6 +285,7 @@ _KNOWN = (
     (r"cifar100", "img=image.32.32.RGB fine_label=class.100 coarse_label=class.20"),
     (r"cifar10|cifar-10", "img=image.32.32.RGB label=class.10"),
     (r"imagenet|food101|beans|cats|pets|flowers|eurosat", "image label=class.10"),
+    (r"caption|laion|pokemon|naruto", "image text"),
     (r"ultra(chat|feedback)|capybara|no_robots", "prompt chosen=chat rejected=chat messages"),
     (r"speech_commands|superb|librispeech|common_voice", "audio text sentence label=class.10"),
     (r"wikitext|c4|openwebtext|pile|book|wikipedia|fineweb|tinystories|pajama|ptb|lm1b|enwik|dclm", "text"),
