@@ -110,7 +110,7 @@ def _command(name: str, arguments: Sequence[str]) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Return whether nobody reads the standard output any more, as after ``| head``; it leads nowhere from then on."""
+    """Return whether the reader of the standard output has ended, as after ``| head``; discard what comes, then."""
     poll = select.poll()
     poll.register(1, 0)
     if any(event & select.POLLERR for _, event in poll.poll(0)):

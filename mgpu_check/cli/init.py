@@ -697,10 +697,10 @@ def _documented_values(entry: TrainingScript) -> dict[str, tuple[str, str]]:
 
 
 def _words(command: Command) -> list[str]:
-    """Return the arguments of a command, with "<>" for what a user is to fill in; none if they cannot be told apart."""
+    """Return the arguments of a command, with "<>" for what a user is to fill in; none if a quotation does not end."""
     try:
         return shlex.split(_PLACEHOLDER.sub("<>", command.arguments))
-    except ValueError:  # a quotation without an end
+    except ValueError:
         return []
 
 

@@ -48,7 +48,7 @@ def _installation(module: str) -> str:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return f"install what provides the module {module}, which the script imports"
-    return f"install the {package} for which the script was written: {version} lacks what it needs of {module}"
+    return f"install the {package} that the script was written with: {version} lacks what it needs of {module}"
 
 
 def no_steps(run: ScriptRun, silent: Sequence[ProcessResult]) -> Report:

@@ -207,7 +207,7 @@ README = """
 
 
 def test_arguments_of_a_documented_command(repository):
-    """Those that the script needs, that name files or data, and a small model; no others, and none that users fill in."""
+    """It gives those that the script needs, and those that name files or data. A model is a small one."""
     needed = ('"--name", required=True', '"--data-path"', '"--cfg"', '"--steps"', '"--resume"', '"what"', '"data_dir"')
     model = "'--arch', choices=['vit_base', 'vit_tiny'], default='vit_base'"
     repository_files = {"README.md": README, "configs/base.json": "{}", "train.py": options(*needed, model) + LOOP}
