@@ -43,9 +43,8 @@ def failed_run(run: ScriptRun, failed: ProcessResult, one_device: bool) -> Repor
 
 def _installation(module: str) -> str:
     """Return what to do about a module that a script could not import, or not all that it needs of it."""
-    package = module.partition(".")[0]
     try:
-        version = importlib.metadata.version(package)
+        version = importlib.metadata.version(package := module.partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
         return f"install what provides the module {module}, which the script imports"
     return f"install the {package} that the script was written with: {version} lacks what it needs of {module}"

@@ -27,29 +27,28 @@ MEAN = "                p.grad /= world\n"
 ALL = "            for p in net.parameters():\n                dist.all_reduce"
 
 
-@pytest.mark.slow
-def test_a_right_script_that_spawns_ranks_with_inputs_of_their_own_is_equal(compare, changed):
-    ranks = 'int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))'
-    start = RANDOM.index("if world")
-    body = "".join(f"    {line}" for line in RANDOM[start:].splitlines(keepends=True))
-    spawned = (
-        f"{changed(RANDOM[:start], (ranks, '0, 1'))}import sys\nfrom torch.multiprocessing import spawn\n"
-        f"def main(rank, world):\n{body}\n"
-        "if __name__ == '__main__':\n    spawn(main, args=(int(sys.argv[1]),), nprocs=int(sys.argv[1]))\n"
-    )
-    outcome = compare(spawned, "--fresh-directory", code=0, arguments=["{W}"])
-    assert outcome.json["replayed"] and outcome.json["steps_equal"] == 2
-    assert "equal: 2 steps on 2 ranks train the same 5 parameters" in outcome.text
-    assert "replayed, because by itself the script is not comparable: step 1: the ranks together saw 8" in outcome.text
-    assert (
-        "joined along the samples of the ranks, for 2 steps: the batches of the DataLoader at train.py" in outcome.text
-    )
-    assert "in an epoch of loader 1 each rank gets samples of its own, 16 in all" in outcome.text
-    assert "the learning rate of the ranks is 0.1, and that of one device 0.05" in outcome.text
-    assert [run["label"] for run in outcome.json["runs"]][2:] == [
-        "one device, replaying the ranks",
-        "one device, replaying the ranks, moved by roundoffs",
-    ]
+SEEDED = """\
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.cuda.set_device(rank)
+torch.manual_seed(rank)
+net = nn.parallel.DistributedDataParallel(nn.Linear(6, 6).to("cuda"), device_ids=[rank])
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    (net(torch.randn(8 // world, 6).cuda()).pow(2).mean() * float(sys.argv[1])).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("factor", "mistakes"), [("1", []), ("{1.0*W}", ["world-size-factor"])])
+def test_parameters_that_a_wrapper_broadcasts_are_the_start(compare, factor, mistakes):
+    options = ("--gpus=2", "--simulate", "--steps=2")
+    outcome = compare(SEEDED, *options, code=len(mistakes), arguments=[factor], more=1)
+    assert outcome.json["replayed"] and outcome.json["mistakes"] == mistakes
 
 
 @pytest.mark.parametrize(

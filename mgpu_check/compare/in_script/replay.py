@@ -191,7 +191,7 @@ class Points(abc.ABC):
         self._held: list[Any] = []  # keeps objects alive whose ids are keys
         self._kinds: Counter[str] = Counter()
         self._rates: dict[int, list[int]] = {}
-        self._optimizers: list[Any] = []
+        self.optimizers: list[Any] = []  # that the script has made
         self._stepping = False
         self._differentiating = False  # within a backward pass
 
@@ -211,7 +211,7 @@ class Points(abc.ABC):
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the gradients of the parameters of all optimizers."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             yield from (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
     def leave(self) -> None:
@@ -267,7 +267,7 @@ class Points(abc.ABC):
 
     def make_optimizer(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         self.know(p for group in optimizer.param_groups for p in group["params"])
 
     def apply_function(self, original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -377,7 +377,7 @@ def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
             note("led", address=f"{hostname}:{port}", variable=variable, file=file, line=line)
             hostname, port = store
             own = {name: os.environ.get(name, "") for name in meant}
-            # An agent has its store where these variables say (torch/distributed/rendezvous.py, torch 2.14).
+            # An agent's store is where they say (torch/distributed/rendezvous.py, torch 2.14).
             os.environ.update(MASTER_ADDR=hostname, MASTER_PORT=str(port))
             try:
                 return original(hostname, port, rank, world_size, *args, **kwargs)
