@@ -373,14 +373,11 @@ def _word(text: str) -> str:
     return text
 
 
-_PAIR = dict.fromkeys(("--a", "--b"), "--a and --b")
-
-
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Check that the options go together. Return whether two runs of several ranks are compared."""
-    modes = {"--against": options.against, "--a": options.a, "--b": options.b, "--golden": options.golden}
-    modes["--space"] = options.space
-    chosen = list(dict.fromkeys(_PAIR.get(flag, flag) for flag, value in modes.items() if value is not None))
+    pair = options.a if options.b is None else options.b
+    modes = {"--against": options.against, "--a and --b": pair, "--golden": options.golden, "--space": options.space}
+    chosen = [flag for flag, value in modes.items() if value is not None]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} say what to compare with; give one of them")
     if (options.a is None) != (options.b is None):

@@ -158,7 +158,7 @@ class ProcessResult:
 
     @property
     def unimported(self) -> list[str]:
-        """The modules because of which it failed to import something; "" for one without a name."""
+        """The modules that it could not import, or not all that it needs of them; "" for one without a name."""
         raised = self.trace.of("raised") if self.trace else ()
         return [event["unimported"] for event in raised if "unimported" in event]
 

@@ -314,8 +314,9 @@ def _modules_of_torch() -> list[str]:
     import torch
 
     from mgpu_check.engine.forkserver import OPTIONAL
+    from mgpu_check.processes.environments import SIMULATE
 
-    if torch.cuda.is_available() and "_MGPU_CHECK_SIMULATE" not in os.environ:
+    if torch.cuda.is_available() and SIMULATE not in os.environ:
         return []
     return [
         OPTIONAL + name

@@ -150,22 +150,24 @@ def children_but_managers() -> list[int]:
 
 def name_and_state(pid: int) -> tuple[str, str]:
     """Return the name of a process and its state as one letter, see proc(5); both empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            name, _, rest = file.read().partition("(")[2].rpartition(")")
-    except OSError:
-        return "", ""
-    return name, rest.split()[0]
+    name, fields = _stat(pid)
+    return name, fields[0] if fields else ""
 
 
 def processor_seconds(pid: int) -> float:
     """Return the processor time of a process so far, in seconds, see proc(5); 0 if it has ended."""
+    _, fields = _stat(pid)
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # in user mode, and in the kernel
+
+
+def _stat(pid: int) -> tuple[str, list[str]]:
+    """Return the name of a process and the fields after it, see proc(5); both empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return "", []
+    return name, rest.split()
 
 
 def kill(pids: Iterable[int]) -> None:

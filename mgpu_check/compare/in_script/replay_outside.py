@@ -227,9 +227,9 @@ class OutsideData(abc.ABC):
         overwritten = [id(tensor) for tensor in written if operator.overwrites and tensor._base is None]
         sources = [tensor for tensor in tensors if id(tensor) not in overwritten] if overwritten else tensors
         origins = [self.origins.of(tensor) for tensor in sources]
-        starts = not self._now.optimizers  # one device is given the parameters that the ranks start with
-        own = [starts and isinstance(tensor, torch.nn.Parameter) for tensor in sources]
-        outside = [i for i, origin in enumerate(origins) if origin in _OUTSIDE and not own[i]]
+        outside = [i for i, origin in enumerate(origins) if origin in _OUTSIDE]
+        if outside and not self._now.optimizers:  # one device is given the parameters that the ranks start with
+            outside = [i for i in outside if not isinstance(sources[i], torch.nn.Parameter)]
         numbers = operator.numbers(args, kwargs)
         has_known = Origin.KNOWN in origins
         graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)

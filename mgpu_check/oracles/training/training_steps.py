@@ -34,7 +34,6 @@ from mgpu_check.oracles.training.cases import TrainingSpec
 
 Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Shard = tuple[torch.Tensor, torch.Tensor]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Split = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
 
 
