@@ -90,8 +90,7 @@ def test_available_memory_is_that_of_the_host_or_of_the_group(tmp_path, monkeypa
 
 
 def faults_of_blocks(rank: Any) -> list[int]:
-    """Page faults of each of six rounds that write and free 12 blocks of 16 MiB, 4,096 pages
-    each."""
+    """Page faults of each of six rounds that write and free 12 blocks of 16 MiB."""
     counts = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
     for _ in range(6):
         blocks = [torch.ones(1 << 22) for _ in range(12)]
@@ -103,5 +102,7 @@ def faults_of_blocks(rank: Any) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told")
 @pytest.mark.gpus(1)
 def test_freed_memory_is_used_again(ranks):
+    """The first rounds may fault or not, as tests before it have left memory to the rank. 96 is what a round faults that
+    gets all of its memory from the kernel, in huge pages of 2 MiB; with pages of 4 KiB it is 49,152."""
     (faults,) = ranks.run(faults_of_blocks)
-    assert faults[0] > 10 * 4096 > 4096 > faults[-1], faults
+    assert faults[-1] < 96, faults
