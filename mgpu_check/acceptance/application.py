@@ -68,9 +68,6 @@ class AcceptanceSettings:
     accept_policy: str | None = _file(
         "what each kind of finding means for the verdict, accept, warn or reject, from this TOML file"
     )
-    accept_dcgm: str | None = _file(
-        "take the results of DCGM's diagnostic from this file into the verdict: dcgmi diag -r 3 -j > FILE", "FILE.json"
-    )
     accept_verdict_file: str | None = _file(
         "write the verdict to this file: its word, the exit code, and the verdict of each host", repeats=False
     )

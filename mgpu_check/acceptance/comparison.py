@@ -40,6 +40,7 @@ from typing import Any, Literal
 
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import MeasuredKind, Measurement, Outcome, median_and_spread
+from mgpu_check.oracles.devices.cases import SECOND_LONGEST
 from mgpu_check.processes.rank_lists import grouped
 
 DEVIATIONS = 8.0
@@ -153,7 +154,7 @@ def _everyone_has(mode: Iterable[Pair], gpus: Collection[int]) -> bool:
 LEAST_REPEATS = 3  # with at least 3 repeats, the median ignores one repeat that was slowed down by something else
 
 LEAST_SHORTFALL: Mapping[str, float] = {
-    "FLOP/s": 0.20, "B/s": 0.15, "host B/s": 0.25, "pageable B/s": 0.40, "s": 0.40
+    "FLOP/s": 0.20, "B/s": 0.15, "host B/s": 0.25, "pageable B/s": 0.40, "s": 0.40, "stall s": 0.90
 }  # fmt: skip
 """The least share of the speed, by unit, that a value must miss before it can fail.
 
@@ -161,7 +162,8 @@ FLOP/s: GPUs of one SKU differ by 8 % on average. The slowest of a cluster is at
 chips differ in their speed within the power limit. Outliers were slower by a third (Sinha et al., "Not All GPUs Are
 Created Equal", SC 2022). B/s: three times the noise of burn-in tools (SuperBench accuses from 5 % on). Host links: host
 memory is nearer to some GPUs than to others; a link at half its width or one generation below loses half. Pageable
-memory is copied by the host's processor. s: latencies contain the driver; a part at half its speed fails.
+memory is copied by the host's processor. s: latencies contain the driver; a part at half its speed fails. The second
+longest of many calls scatters as no median does, so only one of ten times those of the peers fails.
 """
 
 UNUSABLE = 0.50  # a limit above this share proves nothing: a part at half its speed would still pass
@@ -201,6 +203,8 @@ def models(gpus: Iterable[Gpu]) -> dict[int, tuple[str, int]]:
 
 
 def least_shortfall(measured_kind: MeasuredKind) -> float:
+    if measured_kind.quantity.endswith(SECOND_LONGEST):
+        return LEAST_SHORTFALL["stall s"]
     if measured_kind.unit == "B/s" and measured_kind.subject in ("upload", "download"):
         return LEAST_SHORTFALL["pageable B/s" if measured_kind.quantity.startswith("pageable") else "host B/s"]
     return LEAST_SHORTFALL[measured_kind.unit]
@@ -223,7 +227,7 @@ def beside_peers(value: float, others: Sequence[float], unit: str, least: float,
         two = "there is only one other, and two values do not show which is right"
         return Comparison("peers", "unknown", why=two if others else "there is no other of its kind")
     middle = median(others)
-    scatter = max(deviation(others), noise)
+    scatter = max(deviation(others), noise) if least <= UNUSABLE else 0.0  # a limit so wide has room for all noise
     limit = max(least, DEVIATIONS * scatter / middle)
     numbers = {"peers": len(others), "median": middle, "mad": deviation(others) / NORMAL, "noise": noise}
     missing = shortfall(value, middle, unit)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.acceptance.application import APPLICATION, AcceptanceSettings
+from mgpu_check.acceptance.application import APPLICATION
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import CHECKS, Plan, Selection, soak_of
 from mgpu_check.acceptance.report.progress import Live
@@ -128,15 +128,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort the checks by `CHECKS`: the most informative per second first, health last, because it covers all the
     others.
 
-    Deselect the soak and the results of DCGM unless they were requested, and what the level does not have.
+    Deselect the soak unless it was requested, and what the level does not have.
     """
     settings = config.stash[SESSION].settings
-    requested = {"soak": soak_of(settings) is not None, "dcgm": settings.of(AcceptanceSettings).accept_dcgm is not None}
 
     def is_wanted(item: pytest.Item) -> bool:
         check = _check_of(item)
-        if check in requested:
-            return requested[check]
+        if check == "soak":
+            return soak_of(settings) is not None
         marked = item.get_closest_marker("glance")
         return marked is not None if settings.gpu_level == "glance" else not (marked and marked.kwargs.get("only"))
 

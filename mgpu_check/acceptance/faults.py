@@ -248,6 +248,10 @@ _link("copy-lanes", "copies over a link have a wrong bit in each 32nd word", dam
 _link("copy-seldom", "one copy in 20 over a link has a wrong bit", damage="bit", every=20, seed=0)
 _link("copy-stale-seldom", "one copy in 50 over a link leaves the old content", "Stale", every=50)
 _link("copy-stale-rare", "one copy in 500 over a link leaves the old content", "Stale", "standard", every=500)
+_ONE_WORD = "a copy of nothing but {} has a wrong bit"
+_link("copy-of-zeros", _ONE_WORD.format("zeros"), damage="bit", word=0, seed=0)
+_link("copy-of-ones", _ONE_WORD.format("ones"), damage="bit", word=(1 << 64) - 1, seed=0)
+_link("copy-of-signs", _ONE_WORD.format("signs of float32"), damage="bit", word=0x80000000_80000000, seed=0)
 _link("copy-wraps", "copies over a link arrive 2 MiB in front of their place", "Wrapping", reach=2 << 20)
 _EGRESS, _OUT = made_by("Egress", damage="tail"), "copies from a GPU to any other have a wrong end"
 hardware_fault(HardwareFault("copy-out", _OUT, {"device": 1, "above": 0}, gpu, ("links",), defect=_EGRESS))
@@ -282,6 +286,8 @@ _collective("all-gather-swapped", "all_gather swaps elements on one GPU", "all_g
 _collective("reduce-scatter-lanes", "reduce_scatter is wrong in each 32nd element on one GPU", "reduce_scatter", "lane")
 _collective("broadcast-nan", "broadcast leaves a NaN on one GPU", "broadcast", "nan")
 _collective("all-to-all-wrong", "all_to_all is wrong on one GPU", "all_to_all")
+_OF_TWO = "reduce_scatter of two GPUs is wrong on one GPU"
+_collective("collective-of-two", _OF_TWO, "reduce_scatter", ranks=2, most=2)
 _collective("collective-of-three", "collectives of three GPUs or more are wrong on one GPU", ranks=3)
 _MIB = "all_reduce of 1 MiB is wrong one time in {} on one GPU"
 _collective("all-reduce-seldom", _MIB.format(50), "all_reduce", bytes=1 << 20, every=50)
@@ -312,6 +318,10 @@ _slow("slow-peer-kernel", _PEER_KERNEL, "SlowLink", link, path="kernel")
 _slow("slow-small-copies", "small copies over a link are slow", "SlowLink", link, below=4096)
 _slow("slow-port", "copies between a GPU and each other one are slow", "SlowPort")
 _slow("slow-collective", "collectives with a GPU are slow", "SlowCollective", operation="all_reduce")
+_STALLS = "one {} in 40 takes 100 times as long"
+_slow("stalls-gpu", _STALLS.format("kernel of a GPU"), "SlowDevice", factor=100.0, every=40)
+_slow("stalls-link", _STALLS.format("copy over a link"), "SlowLink", link, factor=100.0, every=40)
+_slow("stalls-collective", _STALLS.format("collective with a GPU"), "SlowCollective", factor=100.0, every=40)
 _SMALL = "small collectives with a GPU are slow"
 _slow("slow-small-collectives", _SMALL, "SlowCollective", operation="any", below=4096)
 _ON_GPUS = ("inventory", "memory", "compute", "links", "collectives", "training")

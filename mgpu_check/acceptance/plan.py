@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from mgpu_check.acceptance.application import AcceptanceSettings
-from mgpu_check.acceptance.dcgm.diagnostic import Diagnostic, read_diagnostic
 from mgpu_check.acceptance.faults import Planted, planted_from
 from mgpu_check.acceptance.findings import KINDS
 from mgpu_check.acceptance.references import Baseline, read_baseline
@@ -59,11 +58,10 @@ CHECKLIST: Mapping[str, Check] = {
     "training": Check((12, 150, 4000), over_the_host=True, counts="steps of training"),
     "soak": Check(over_the_host=True),
     "performance": Check(alone=True),
-    "dcgm": Check(alone=True, of_driver=True, of_facts=True),
     "machine": Check(of_facts=True),
     "health": Check((2, 2, 2), 2, alone=True, of_driver=True),
 }
-"""All checks in the order they run. The soak and the results of DCGM run only on request."""
+"""All checks in the order they run. The soak runs only on request."""
 
 CHECKS = tuple(CHECKLIST)
 
@@ -76,10 +74,10 @@ _RESULTS_OF_CORES = (20, 200, 2000)  # a core has 20 results in a round
 
 
 def floors(
-    gpus: Sequence[Gpu], level: Level, memory_share: float, soak: float | None, dcgm: bool = False
+    gpus: Sequence[Gpu], level: Level, memory_share: float, soak: float | None
 ) -> dict[str, dict[Subject, Work]]:
     """Return the least work that passes, by check and subject. `soak` is the requested seconds of load, None without a
-    soak. `dcgm` says whether results of DCGM's diagnostic were given."""
+    soak."""
     glance, depth_index = level == "glance", get_args(Depth).index(depth_of(level))
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
     least_work: dict[str, dict[Subject, Work]] = {}
@@ -94,8 +92,6 @@ def floors(
     least_work["performance"] = dict.fromkeys(each, Work())
     hosts = [Subject("host", (host,)) for host in sorted({gpu.host for gpu in gpus})]
     least_work["machine"] = dict.fromkeys(hosts, Work(_HOST_MEMORY, _RESULTS_OF_CORES[depth_index]))
-    if dcgm:
-        least_work["dcgm"] = dict.fromkeys(each, Work(operations=1))
     if soak:
         least_work["soak"] = dict.fromkeys(each, Work(seconds=0.9 * soak))
     return least_work
@@ -223,7 +219,6 @@ class Plan:
     # rulings on findings that differ from the defaults, by id
     policy: Mapping[str, Ruling] = field(default_factory=dict)
     evidence: bool = False  # whether JSON reports keep every observation and sample
-    dcgm: Diagnostic | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Plan:
@@ -246,8 +241,6 @@ class Plan:
                 check_place(Path(options.accept_verdict_file))
             option = "accept_policy"
             policy = read_policy(Path(options.accept_policy)) if options.accept_policy else {}
-            option = "accept_dcgm"
-            dcgm = read_diagnostic(Path(options.accept_dcgm)) if options.accept_dcgm else None
             option = "accept_record_baseline"
             record = _new_baseline(options.accept_record_baseline) if options.accept_record_baseline else None
         except ValueError as error:
@@ -264,7 +257,6 @@ class Plan:
             Path(options.accept_verdict_file) if options.accept_verdict_file else None,
             policy,
             options.accept_evidence,
-            dcgm,
         )
 
 

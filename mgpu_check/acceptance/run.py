@@ -245,7 +245,7 @@ class Run:
         plan = self.plan
         observations = tuple(self.log.observations())
         gpus = self.node.gpus if self.node else ()
-        needed = floors(gpus, plan.level, plan.memory_share, plan.soak, plan.dcgm is not None)
+        needed = floors(gpus, plan.level, plan.memory_share, plan.soak)
         wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
         done = check_runs(observations, wanted, self.log.times)
         partial = tuple(sorted(self.selected)) if set(needed) - self.selected else ()

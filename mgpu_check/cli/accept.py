@@ -88,7 +88,6 @@ _OWN = {
     "--report": "node.html",
     "--verdict-file": "verdict.txt",
     "--policy": "site.toml",
-    "--dcgm": "dcgm.json",
     "--plant": "copy-zeros",
 }
 """Options of this command that the plugin calls ``--accept-...``, each with an example value."""
@@ -102,7 +101,7 @@ _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=glance|quick|standard|long] [--for=TIME] [--simulate]
                          [--memory=SHARE] [--baseline=FILE] [--record-baseline=FILE]
                          [--report=FILE.html|.json|.prom] [--evidence] [--verdict-file=FILE]
-                         [--policy=FILE.toml] [--dcgm=FILE.json] [-k NAME] [pytest arguments]
+                         [--policy=FILE.toml] [-k NAME] [pytest arguments]
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
 
 Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and their host, and
@@ -120,7 +119,6 @@ each with a verdict.
   --verdict-file    write the verdict: its word alone in the first line, then the exit code; also where a launcher, such
                     as torchrun, has an exit code of its own
   --policy          rule on kinds of findings by their ids: accept, warn or reject; a file with a table [findings]
-  --dcgm            take the results of DCGM's diagnostic into the verdict, from what dcgmi diag -r 3 -j prints
   --simulate        simulate the GPUs in software: shows how the checks work, and proves nothing about hardware
   --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists all defects
   -k                run only the checks whose names match; the verdict says so

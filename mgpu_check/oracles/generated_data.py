@@ -13,6 +13,8 @@ Data need not be copied to a device or stored for a comparison: position and see
   is invertible. So wrong data can be identified: data of another copy, data of the right copy but shifted, or data from
   before the copy. Words of different places or tags differ in all their bytes, so that the bits on all lanes of a link
   change.
+- Plain words, which compress, and whose bits switch all at once or never: zeros, ones, alternating and walking bits,
+  signs alone, subnormal numbers.
 """
 
 from __future__ import annotations
@@ -214,6 +216,7 @@ _PLACES = 64
 _SEEDS = 1 << 10
 _INVERSE, _OTHER_INVERSE = (pow(odd, -1, 1 << 64) for odd in (_STEP, _FIRST))
 _WORD = 8
+_PLAIN = (0, MASK, 0xAAAAAAAAAAAAAAAA, 0x5555555555555555, 0x8000000080000000, 0x0000000100000001)
 CHUNK = 1 << 18  # least number of bytes to make and compare at once; the work needs four times as much memory
 _EVIDENCE = 16
 _LOOKED_AT = 4096
@@ -233,21 +236,32 @@ def tag_of(source: int, destination: int, seed: int, *, before: bool = False) ->
     return tag ^ 0xA5 if before else tag
 
 
-def bytes_of_content(tag: int, start: int, end: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes `start` to `end` of the content of `tag`, as uint8."""
+def bytes_of_content(tag: int, start: int, end: int, device: torch.device, piece: int = 0) -> torch.Tensor:
+    """Return the bytes `start` to `end` of the content of `tag`, as uint8. If `piece` is not 0, every other piece of so
+    many bytes, whole words, holds plain words instead, each piece a kind of its own."""
     first_word = start // _WORD
     words = torch.arange(first_word, -(-end // _WORD), dtype=torch.int64, device=device)
     # (place << 24 | tag) * _STEP, by two operations in place of three
     words.mul_(signed(_STEP << 24 & MASK)).add_(signed(tag * _STEP & MASK))
     words.bitwise_xor_((words >> 32).bitwise_and_(_LOW)).mul_(signed(_FIRST))
+    if piece >= _WORD:
+        places = torch.arange(first_word, first_word + len(words), dtype=torch.int64, device=device)
+        turn = places.div(piece // _WORD, rounding_mode="floor")
+        walking = torch.ones_like(places).bitwise_left_shift_(places % 64)
+        kind = turn.div(2, rounding_mode="floor").remainder_(len(_PLAIN) + 2)
+        plain = torch.where(kind == len(_PLAIN), walking, ~walking)
+        for number, word in enumerate(_PLAIN):
+            plain.masked_fill_(kind == number, signed(word))
+        words = torch.where(turn % 2 == 1, plain, words)
     return words.view(torch.uint8)[start - first_word * _WORD : end - first_word * _WORD]
 
 
-def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK) -> None:
-    """Write the content of `tag`, from its byte `start` on, into contiguous uint8 memory."""
+def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK, piece: int = 0) -> None:
+    """Write the content of `tag`, from its byte `start` on, into contiguous uint8 memory; `piece` as for
+    `bytes_of_content`."""
     for at in range(0, memory.numel(), chunk):
         end = min(at + chunk, memory.numel())
-        memory[at:end].copy_(bytes_of_content(tag, start + at, start + end, memory.device))
+        memory[at:end].copy_(bytes_of_content(tag, start + at, start + end, memory.device, piece))
 
 
 @dataclass(frozen=True)

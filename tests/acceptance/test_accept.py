@@ -50,7 +50,6 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
         ({"accept_plant": ["slow-gpu"], "simulate": "cuda:0"}, "hardware is simulated on the CPU only, not on cuda:0"),
         ({"accept_baseline": "/none.json"}, "--baseline: /none.json cannot be read"),
         ({"accept_policy": "/none.toml"}, "--policy: /none.toml cannot be read"),
-        ({"accept_dcgm": "/none.json"}, "--dcgm: /none.json cannot be read"),
         ({"accept_record_baseline": "/no/such/b.json"}, "--record-baseline: there is no directory /no/such"),
     ],
     ids=str,

@@ -105,6 +105,11 @@ def copied(size=4096, repeats=1, kernel=False, loaded=False, sources=("cuda:0",)
     return look
 
 
+def copied_word(word):
+    sent = torch.full((512,), (word ^ 1 << 63) - (1 << 63))
+    return lambda device: torch.equal(sent.to("cuda:0").to("cuda:2").cpu(), sent)
+
+
 def far(device):
     held = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda:2")
     held[-4096:].copy_(torch.ones(4096, dtype=torch.uint8, device="cuda:0"))
@@ -198,6 +203,9 @@ LOOKS = {
         ],
         copied(),
     ),
+    "copy-of-zeros": copied_word(0),
+    "copy-of-ones": copied_word((1 << 64) - 1),
+    "copy-of-signs": copied_word(0x80000000_80000000),
     "copy-large": copied(3 * MIB),
     "copy-by-kernel": copied(kernel=True),
     "copy-under-load": copied(loaded=True),
@@ -211,6 +219,8 @@ LOOKS = {
     "download-pageable": through_the_host(False, up=False),
     "slow-gpu": fast(torch.exp, 6e-6),
     "slow-when-hot:heat=0.0001": sustained,
+    "stalls-gpu:every=2": fast(lambda given: given[:1].add(1).add(1), 6e-5),
+    "stalls-link:every=1": fast(lambda given: given.to("cuda:2"), 2e-5, source="cuda:0"),
     "slow-dtype": fast(torch.exp, 1e-5, torch.float16),
     "slow-unit": fast(torch.sort, 1e-5),
     "slow-launches": fast(lambda given: given[:1].add(1), 6e-6),
@@ -239,7 +249,7 @@ def test_each_fault_has_been_seen_to_make_something_wrong():
     on_ranks = {"hangs"} | {
         name
         for name, fault in all_hardware_faults().items()
-        if fault.caught_by == ("collectives",) or "operation" in fault.defaults
+        if fault.caught_by == ("collectives",) or "operation" in fault.defaults or name == "stalls-collective"
     }
     shown = {text.partition(":")[0] for text in LOOKS} | on_ranks
     silent = {

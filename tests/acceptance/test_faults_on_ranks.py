@@ -73,6 +73,7 @@ WRONG = {
     "broadcast-nan:device=1": {1: ["broadcast"]},
     "all-to-all-wrong": {2: ["all_to_all"]},
     "collective-of-three": {2: [*EVERY[:-1], "reduce_scatter"]},
+    "collective-of-two:operation=all_reduce": {2: ["pair"]},
     # From 0 to 2 a ring of three has no link, one of two has; what is sent to each rank goes there.
     "copy-zeros": {2: ["all_to_all", "pair"]},
     "copy-by-engine": {},

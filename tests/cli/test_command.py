@@ -316,6 +316,7 @@ def test_the_whole_simulated_suite_has_a_worker_for_each_processor(monkeypatch, 
     assert suite.on_processors(words) == [*(["-n", workers, "--gpu-keep-warm=0"] if workers else []), *words]
 
 
+@pytest.mark.unmeasured
 def test_workers_share_imports_unless_the_user_or_the_machine_is_against_it(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "available_processors", lambda: 8)
     monkeypatch.setattr(suite, "available_memory", lambda: None)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpus(3)
 
 
 def survive(ranks: Any, train: Any, **options: Any) -> None:
-    defaults: dict[str, Any] = {"world_sizes": [2], "samples": "once", "max_examples": 8, "timeout": 5.0}
+    defaults: dict[str, Any] = {"world_sizes": [2], "samples": "once", "max_examples": 8, "timeout": 20.0}
     assert_survives(ranks, train, **defaults | options)
 
 
@@ -48,7 +48,7 @@ def test_a_training_that_starts_again_from_whole_checkpoints_survives(ranks):
 
 @pytest.mark.slow
 def test_a_training_that_goes_on_without_the_dead_survives(ranks):
-    survive(ranks, elastic, restart="none", world_sizes=[3], max_examples=5, timeout=20.0)
+    survive(ranks, elastic, restart="none", world_sizes=[3], max_examples=5)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_a_training_that_goes_on_without_the_dead_survives(ranks):
 def test_ranks_that_do_not_go_on_rightly_are_refuted(ranks, fault, words):
     with pytest.raises(ScalingMismatch) as caught:
         train = functools.partial(elastic, fault=fault)
-        survive(ranks, train, restart="none", events="kill", world_sizes=[3], max_examples=3, timeout=20.0)
+        survive(ranks, train, restart="none", events="kill", world_sizes=[3], max_examples=3)
     assert words in str(caught.value)
 
 

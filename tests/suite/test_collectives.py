@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mgpu_check.acceptance.collectives.checks import examine_collectives, observations_of_views, time_collectives
+from mgpu_check.acceptance.collectives.test_collectives import covering_groups, roots_of
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
@@ -99,6 +100,19 @@ def test_all_operations_are_right_on_right_hardware(ranks):
     # In a world without all members of a group, as in a second look at fewer GPUs, the others are called.
     fewer = ranks.run(spoiled, "", Cases(ALL.all[-6:]), devices=[3, 1])
     assert [entry.subject for entry in fewer[0]] == [Subject("group", (0, 1))]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8, 9])
+def test_each_operation_is_tried_with_each_gpu_in_groups_of_each_size(count):
+    """And with a root that leaves a result to each of them."""
+    for turn in range(count):
+        groups = covering_groups(count, turn)
+        assert {len(members) for members in groups} == {2, 3, count // 2} - {1, count}
+        for size in {len(members) for members in groups}:
+            assert set(range(count)) == {rank for members in groups if len(members) == size for rank in members}
+    for operation, row in TRANSFERS.items():
+        takers = {rank for root in roots_of(operation, 3) for rank in range(3) if row.takes(rank, root)}
+        assert takers == {0, 1, 2}, operation
 
 
 def test_a_fault_at_one_exact_size_is_seen_whatever_the_number_of_gpus(ranks):

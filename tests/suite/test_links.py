@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_check.acceptance.comparison import least_shortfall
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.links.speed import measure_copies
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.asserts.known_defects import Met, reported_to
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.oracles.devices import copies
-from mgpu_check.oracles.devices.cases import Copies
+from mgpu_check.oracles.devices.cases import SECOND_LONGEST, Copies, Laps
 from mgpu_check.oracles.devices.copies import examine_copies, examine_host_copies
 from mgpu_check.oracles.generated_data import HOST, bytes_of_content, compare, tag_of
 from mgpu_check.simulated import simulated_node
@@ -78,6 +79,7 @@ TOGETHER = Copies("strided", (66001,), 0, 1, together=True, seed=6)
 FAR = Copies("engine", (66001,), 3, 9, reach=2 * MIB, seed=5)
 PAGEABLE = Copies("engine", (66001,), 1, 0, pinned=False, seed=7)
 SMALL = Copies("engine", (1, 37), 1, 3, seed=8)
+PIECES = Copies("engine", (16 << 10,), pieces=16, seed=9)
 
 
 BETWEEN = [
@@ -87,6 +89,10 @@ BETWEEN = [
     ("copy-offset", ENGINE, "it holds the data of the copy cuda:0 -> cuda:2, "),
     ("copy-tail", CASTING, "from byte 130002 on"),
     ("copy-large:above=66000", ENGINE, "from byte 33000 on: it holds zeros"),
+    ("copy-of-zeros", PIECES, "is inverted"),
+    ("copy-of-ones", PIECES, "is inverted"),
+    ("copy-of-ones:word=12297829382473034410", PIECES, "is inverted"),
+    ("copy-of-signs", PIECES, "is inverted"),
     ("copy-by-kernel", CASTING, "it holds zeros"),
     ("copy-by-engine", ENGINE, "it holds zeros"),
     ("copy-under-load", TOGETHER, "is inverted"),
@@ -115,13 +121,12 @@ def test_each_broken_link_is_seen_and_no_other_is_accused():
             with planted(Hardware(defects, 16 * MIB)):
                 return examine(devices, case)
 
-        for case in (SMALL, ENGINE, STRIDED, CASTING, TOGETHER, FAR, replace(FAR, path="casting")):
+        for case in (SMALL, ENGINE, STRIDED, CASTING, TOGETHER, FAR, replace(FAR, path="casting"), PIECES):
             right = look(examine_copies, case) + look(examine_host_copies, case)
             assert {entry.outcome for entry in right} == {"passed"}
             assert Counter(entry.subject.kind for entry in right) == {"copy": 6, "upload": 3, "download": 3}
-            assert {(entry.work.operations, entry.work.bytes) for entry in right} == {
-                (len(case.sizes), sum(case.sizes))
-            }
+            done = (len(case.sizes) * case.pieces, sum(case.sizes))
+            assert {(entry.work.operations, entry.work.bytes) for entry in right} == {done}
         for examine, faults in ((examine_copies, BETWEEN), (examine_host_copies, WITH_HOST)):
             for text, case, said in faults:
                 fault = planted_from(text)
@@ -159,11 +164,25 @@ def test_a_copy_that_does_nothing_is_wrong_and_sizes_are_cut_to_the_memory():
         assert failed[0].seen.startswith("1 bytes in and around the destination of 66001 bytes are wrong, some outside")
 
 
+def measured_with(fault: Any) -> list[Any]:
+    devices = [torch.device("cuda", index) for index in range(3)]
+    with simulated_node(3), planted(Hardware([fault.fault.defect(fault.parameters)], 16 * MIB)):
+        return [*measure_copies(devices, 64 * MIB, 3, Laps(120, 1 << 10))]
+
+
+def test_a_link_that_seldom_stalls_shows_in_the_second_longest_of_many_copies():
+    found = measured_with(planted_from("stalls-link"))
+    values = {entry.subject.members: entry.value for entry in found if entry.quantity == "copy latency"}
+    assert max(values.values()) == pytest.approx(min(values.values()))
+    values = {entry.subject.members: entry.value for entry in found if entry.quantity == "copy, second longest"}
+    assert values.pop((0, 2)) > 50 * max(values.values())
+    assert {least_shortfall(entry.kind) for entry in found if entry.repeats == 90} == {0.9}
+
+
 def test_bandwidth_and_latency_are_measured_for_each_way_and_a_slow_link_shows():
     slow = planted_from("slow-link")
     pair = slow.parts[0].members
-    with simulated_node(3), planted(Hardware([slow.fault.defect(slow.parameters)], 16 * MIB)):
-        found: list[Any] = [*measure_copies([torch.device("cuda", index) for index in range(3)], 64 * MIB, 3)]
+    found = [entry for entry in measured_with(slow) if not entry.quantity.endswith(SECOND_LONGEST)]
     assert Counter(entry.quantity for entry in found) == {
         f"{kind} {what}": count
         for kinds, count in (

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.collectives.repeated_calls import Cases, RepeatedCollective, View, groups_of, runner, views_of
-from mgpu_check.oracles.devices.operations import measured, seconds_of
+from mgpu_check.oracles.devices.operations import measured, second_longest, seconds_of
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
@@ -120,8 +120,9 @@ def _seen(view: View) -> str:
 LATENCY_BYTES = 64  # a collective of this size or less is measured by its time
 
 
-def measure_collectives(rank: Rank, cases: Cases, repeats: int) -> list[Measurement]:
-    """Measure `cases` on all ranks; rank 0 returns the measurements, others none.
+def measure_collectives(rank: Rank, cases: Cases, repeats: int, stalls: bool = False) -> list[Measurement]:
+    """Measure `cases` on all ranks, or with `stalls` the second longest of their calls.
+    Rank 0 returns the measurements, others none.
 
     The subject of a pair with a root is the copy from or to the root, else the group. Like in nccl-tests, a time is the
     mean over ranks.
@@ -134,17 +135,22 @@ def measure_collectives(rank: Rank, cases: Cases, repeats: int) -> list[Measurem
     for number, case in enumerate(cases.all):
         members = case.members or tuple(range(rank.size))
         times = [statistics.fmean(laps) for laps in zip(*(results[member][number] for member in members), strict=True)]
-        measurements += _speeds(case, members, times)
+        measurements += _speeds(case, members, times, stalls)
     return measurements
 
 
-def _speeds(case: RepeatedCollective, members: Sequence[int], times: Sequence[float]) -> Iterator[Measurement]:
+def _speeds(
+    case: RepeatedCollective, members: Sequence[int], times: Sequence[float], stalls: bool
+) -> Iterator[Measurement]:
     row, pair = TRANSFERS[case.operation], len(members) == 2
     subject = Subject("group", tuple(members))
     if pair and row.root:
         pair_of_root = (members[case.root], members[1 - case.root])
         subject = Subject("copy", pair_of_root if row.givers == "root" else pair_of_root[::-1])
     name = f"{case.operation} of a pair" if pair else case.operation
+    if stalls:
+        yield from second_longest("collectives", subject, name, times, case.bytes)
+        return
     if case.bytes <= LATENCY_BYTES:
         yield from measured("collectives", subject, f"{name}, latency", "s", 0, times, case.bytes)
         return

@@ -39,6 +39,9 @@ _MANY = {"quick": 400, "standard": 1200, "long": 10_000}
 """Iterations at 1 MiB: a fault that shows once in 300 is seen at the level "standard" with a probability of 0.98."""
 _MANY_SIMULATED = {"quick": 100, "standard": 400, "long": 1200}
 _MEASURED = {"quick": 5, "standard": 15, "long": 51}
+_LAPS = {"quick": 400, "standard": 3200, "long": 12_800}
+_LAPS_SIMULATED = {"quick": 120, "standard": 800, "long": 1600}
+"""Calls that are timed one by one."""
 _MOST_ROUNDS = {"quick": 7, "standard": 15, "long": 31}
 """Rounds of pairs that are measured: all pairs of up to 8, 16 or 32 GPUs."""
 _MOST_PAIRS = {"quick": 28, "standard": 496, "long": 2016}
@@ -96,7 +99,8 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
 @drawn(quick=1, standard=2, long=10)
 @given(seed=st.integers(0, 2**30), delta=st.integers(-50, 50))
 def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
-    """Collectives are right over pairs (all, or as many as the level has time for), halves, and every second GPU."""
+    """Collectives are right over pairs, threes, halves, and every second GPU: three of them over all pairs, or as many
+    as the level has time for, and each operation over groups that have every GPU."""
     from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 
     cases: list[RepeatedCollective] = []
@@ -115,7 +119,30 @@ def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
                     seed=seed + len(cases),
                 )
             )
+    for turn, (operation, reduction) in enumerate(OPERATIONS):
+        dtype = DTYPES[turn % 2]  # which each reduction has
+        for members in covering_groups(len(node.numbers), turn):
+            for root in roots_of(operation, len(members)):
+                size, number = (4 << 10) + delta, seed + len(cases)
+                cases.append(RepeatedCollective(operation, dtype, size, members, reduction, root, seed=number))
     look(node, cases)
+
+
+def roots_of(operation: str, count: int) -> range:
+    """Return roots in a group of `count` ranks with which each rank gets a result: the root alone, or all others."""
+    row = TRANSFERS.get(operation)
+    return range(1 if row is None or not row.root else count if row.takers == "root" else 2)
+
+
+def covering_groups(count: int, turn: int) -> list[tuple[int, ...]]:
+    """Return groups of two, of three and of half of the ranks, with each rank in at least one of each size. `turn`
+    rotates them."""
+    sizes = sorted(size for size in {2, 3, count // 2} if 1 < size < count)
+    return [
+        tuple(sorted((start + turn + place) % count for place in range(size)))
+        for size in sizes
+        for start in range(0, count, size)
+    ]
 
 
 def groups(node: Node) -> list[tuple[int, ...]]:
@@ -167,6 +194,19 @@ def test_speed_of_collectives(node: Node) -> None:
         every = itertools.product(MEASURED, sizes)
         cases += [RepeatedCollective(operation, "float32", size, iterations=inner) for operation, size in every]
     node.on_ranks("collectives", measure_collectives, Cases(tuple(cases)), repeats)
+
+
+def test_collectives_do_not_stall(node: Node) -> None:
+    """Measure the second longest of many all_reduces, over all GPUs and over pairs; performance judges it."""
+    from mgpu_check.acceptance.collectives.checks import measure_collectives
+    from mgpu_check.oracles.collectives.repeated_calls import Cases, RepeatedCollective
+
+    count, size = (_LAPS_SIMULATED, 1 << 10) if node.simulated else (_LAPS, 4 << 20)
+    rounds = tournament_rounds(len(node.numbers))[: _MOST_ROUNDS[node.depth]]
+    groups = [*itertools.chain(*rounds), *([()] if len(node.numbers) > 2 else [])]
+    cases = Cases(tuple(RepeatedCollective("all_reduce", "float32", size, members) for members in groups))
+    if groups:
+        node.on_ranks("collectives", measure_collectives, cases, count[node.depth], True)
 
 
 def tournament_rounds(count: int) -> list[list[tuple[int, int]]]:

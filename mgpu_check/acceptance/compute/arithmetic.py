@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.acceptance.comparison import Vote, vote
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
 from mgpu_check.engine.rank_side.rank import NamedFunction, Rank
-from mgpu_check.oracles.devices.cases import Ballot, ComputeCase
+from mgpu_check.oracles.devices.cases import Ballot, ComputeCase, Laps
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
@@ -28,16 +28,20 @@ def _pieces(rank: Rank, case: ComputeCase, usual: int) -> tuple[bool, list[int]]
     return pieces_of_result(rank, case, usual, equal=rank.index > 0)
 
 
-def measure_launches(rank: Rank, repeats: int) -> list[SubjectResult]:
-    """Measure the seconds from one small kernel to the next, of kernels that are launched at once."""
+def measure_launches(rank: Rank, repeats: int, laps: Laps) -> list[SubjectResult]:
+    """Measure the seconds from one small kernel to the next, of kernels that are launched at once, and the second
+    longest of `laps` larger ones."""
     import torch
 
-    from mgpu_check.oracles.devices.operations import measured, seconds_of
+    from mgpu_check.oracles.devices.operations import measured, second_longest, seconds_of
 
     tensor = torch.zeros(1, device=rank.device)
-    laps = seconds_of(lambda: tensor.add_(1), rank.device, repeats, inner=_LAUNCHES)
+    times = seconds_of(lambda: tensor.add_(1), rank.device, repeats, inner=_LAUNCHES)
     subject = Subject("gpu", (rank.index,))
-    return [*measured("compute", subject, "launch of a small kernel", "s", 0, laps, tensor.nbytes)]
+    launches = measured("compute", subject, "launch of a small kernel", "s", 0, times, tensor.nbytes)
+    large = torch.zeros(laps.bytes, dtype=torch.uint8, device=rank.device)
+    times = seconds_of(lambda: large.add_(1), rank.device, laps.count)
+    return [*launches, *second_longest("compute", subject, "kernel", times, laps.bytes)]
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:

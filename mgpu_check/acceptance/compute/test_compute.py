@@ -7,7 +7,7 @@ from hypothesis import given
 
 from mgpu_check.acceptance.compute.arithmetic import compute, measure_launches
 from mgpu_check.acceptance.node import SEEDS, Node, drawn
-from mgpu_check.oracles.devices.cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
+from mgpu_check.oracles.devices.cases import FAMILIES, OPERATIONS, TIMED, ComputeCase, Laps
 from mgpu_check.settings import active
 
 _BYTES = 512  # bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results
@@ -65,8 +65,9 @@ def test_each_kind_of_kernel_once(node: Node, seed: int) -> None:
 
 
 def test_speed_of_launches(node: Node) -> None:
-    """Measure the time of small kernels; the check of performance judges it."""
-    node.on_ranks("compute", measure_launches, {"quick": 5, "standard": 15, "long": 51}[node.depth])
+    """Measure the time of small kernels, and of rare kernels that stall; the check of performance judges it."""
+    repeats, count = {"quick": (5, 400), "standard": (15, 3200), "long": (51, 25_600)}[node.depth]
+    node.on_ranks("compute", measure_launches, repeats, Laps(count, 1 << 10 if node.simulated else 64 << 20))
 
 
 # A quick run repeats only products: its few repeats of the others would add nothing to `test_results_are_right`.

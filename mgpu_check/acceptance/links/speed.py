@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.devices.observations import Subject, SubjectResult, Unit
-from mgpu_check.oracles.devices.operations import measured, seconds_of
+from mgpu_check.oracles.devices.cases import Laps
+from mgpu_check.oracles.devices.operations import measured, second_longest, seconds_of
 
 _LATENCY_BYTES = 16
 
@@ -25,8 +26,9 @@ class _MeasuredCopy:
     kernel: bool = False  # whether a kernel copies, because the dtype changes; else a copy engine does
 
 
-def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[SubjectResult]:
-    """Measure the bandwidth of copies of up to `size` bytes, and the latency of small copies, on every path."""
+def measure_copies(devices: Sequence[torch.device], size: int, repeats: int, laps: Laps) -> list[SubjectResult]:
+    """Measure the bandwidth of copies of up to `size` bytes, and the latency of small copies, on every path, and the
+    second longest of `laps` copies, except from and to pageable memory, for which the host sets the pace."""
     results: list[SubjectResult] = []
     torch.cuda.empty_cache()
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))
@@ -40,6 +42,10 @@ def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> 
             times = seconds_of(functools.partial(into.copy_, out, non_blocking=way.pinned), way.clock, repeats)
             name, bytes_ = f"{way.name} {quantity}", into.nbytes
             results += measured("links", way.subject, name, unit, bytes_, times, bytes_)
+        if way.pinned:
+            copy = functools.partial(target[: laps.bytes].copy_, source[: laps.bytes], non_blocking=True)
+            times = seconds_of(copy, way.clock, laps.count)
+            results += second_longest("links", way.subject, way.name, times, laps.bytes)
     return results
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.node import Node, drawn
 from mgpu_check.engine.rank_side.rank import NamedFunction
-from mgpu_check.oracles.devices.cases import Copies, Path
+from mgpu_check.oracles.devices.cases import Copies, Laps, Path
 from mgpu_check.settings import active
 
 _PATHS: tuple[Path, ...] = ("engine", "casting")
@@ -23,6 +23,8 @@ _SMALL = st.one_of(st.integers(37, 5000), st.integers(1, 36))
 _LARGEST = {"quick": 64 << 20, "standard": 256 << 20, "long": 2 << 30}
 _MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 << 20, 51)}
 """Bytes of the copies that are measured, and how often, at each level."""
+_LAPS = {"quick": 400, "standard": 3200, "long": 25_600}
+_LAPS_SIMULATED = {"quick": 120, "standard": 1600, "long": 6400}
 
 _REACHES = (2 << 30, 4 << 30)  # offsets in memory that need 32 and 33 bits
 
@@ -133,4 +135,6 @@ def test_copies_at_far_addresses(node: Node, size: int, source: int, destination
 def test_speed_of_copies(node: Node) -> None:
     """Measure bandwidth and latency of each copy direction; the check of performance judges them."""
     size, repeats = _MEASURED[node.depth]
-    node.in_node_process("links", NamedFunction("mgpu_check.acceptance.links.speed:measure_copies"), size, repeats)
+    laps = Laps(_LAPS_SIMULATED[node.depth], 1 << 10) if node.simulated else Laps(_LAPS[node.depth], 4 << 20)
+    measure = NamedFunction("mgpu_check.acceptance.links.speed:measure_copies")
+    node.in_node_process("links", measure, size, repeats, laps)

@@ -29,6 +29,7 @@ from mgpu_check.acceptance.run_report import (
     Verdict,
 )
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
+from mgpu_check.oracles.devices.cases import CALLS_PER_STALL, SECOND_LONGEST
 from mgpu_check.processes.machine import distinct_names
 from mgpu_check.processes.rank_lists import grouped
 
@@ -338,6 +339,7 @@ def rates(report: RunReport) -> str:
 def slowness(report: RunReport) -> str:
     """Return how much slower than its peers a part must be to be found, by the kind of speed; "" if none has peers."""
     limits: dict[str, float] = {}
+    laps: dict[str, int] = {}
     speeds = [entry for entry in report.observations if {"comparisons", "measured_by"} <= entry.evidence.keys()]
     compared = 0
     for entry in speeds:
@@ -345,6 +347,9 @@ def slowness(report: RunReport) -> str:
             if comparison["against"] == "peers" and comparison["outcome"] in ("passed", "failed"):
                 compared += 1
                 kind_of_speed = entry.evidence["measured_by"]
+                if entry.evidence["quantity"].endswith(SECOND_LONGEST):
+                    laps[kind_of_speed] = min(laps.get(kind_of_speed, 1 << 60), entry.evidence["repeats"])
+                    continue
                 if entry.evidence["unit"] == "s":
                     kind_of_speed += ", times"
                 elif entry.evidence["quantity"].startswith("pageable"):
@@ -355,7 +360,9 @@ def slowness(report: RunReport) -> str:
     if not limits:
         return ""
     listing = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
-    return f"a part slower than its peers by {listing} is found; {compared} of {len(speeds)} speeds have peers"
+    rates = ", ".join(f"1 in {max(1, math.floor(count / CALLS_PER_STALL))} ({name})" for name, count in laps.items())
+    stalls = f"operations that take ten times as long are found if they are {rates}; " * bool(rates)
+    return f"a part slower than its peers by {listing} is found; {stalls}{compared} of {len(speeds)} speeds have peers"
 
 
 _MOST = 8  # most lines of one kind; the rest is only counted

@@ -111,7 +111,8 @@ class Copies:
     destination: int = 0
     together: bool = False  # copy all pairs at once; else one pair after the other
     pinned: bool = True  # whether memory of the host is pinned
-    pieces: int = 1  # number of copies that transfer each size, of equal parts of it
+    # number of copies that transfer each size, of equal parts of it; every other one of several has plain words
+    pieces: int = 1
     # bytes of both allocations in front of the copy; only as much as is copied is filled and compared there
     reach: int = 0
     seed: int = 0
@@ -121,6 +122,22 @@ class Copies:
         how = (f" in {self.pieces} pieces" if self.pieces > 1 else "") + (", all at once" if self.together else "")
         how += f", {self.reach} bytes into memory" if self.reach else ""
         return f"{self.path}, {sizes} bytes, alignment {self.source} to {self.destination}{how}, seed {self.seed}"
+
+
+SECOND_LONGEST = ", second longest"
+"""Ends the names of quantities that `Laps` measure."""
+
+CALLS_PER_STALL = 4.74
+"""Calls to time, for each stall that is expected, so that two stalls are among them with a probability of 95 %: P(fewer
+than 2) = (1 + c) exp(-c) = 0.05 for a Poisson distribution with the mean c."""
+
+
+@dataclass(frozen=True)
+class Laps:
+    """Calls that are timed one by one, to find rare ones that stall."""
+
+    count: int
+    bytes: int  # of each call: so many that the device sets the pace, not the host that gives it work
 
 
 _CORES = ("float64", "float32", "tf32", "float16", "bfloat16")

@@ -138,7 +138,8 @@ class _GuardedCopy:
         self._chunk = chunk
         length = self._step * size
         source = self._memory(case.reach + case.source + length, ends[0])
-        self._fill(source, self._tag)
+        self._piece = size // case.pieces if case.pieces > 1 else 0
+        self._fill(source, self._tag, self._piece)
         self._source = source[case.reach + case.source :: self._step]
         memory = self._memory((self._begin + length + _GUARD) * self._width, ends[1])
         self._fill(memory, self._before)
@@ -149,9 +150,9 @@ class _GuardedCopy:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def _fill(self, memory: torch.Tensor, tag: int) -> None:
+    def _fill(self, memory: torch.Tensor, tag: int, piece: int = 0) -> None:
         for low, high in _windows(memory.numel(), self._case.reach):
-            fill(memory[low:high], tag, low, self._chunk)
+            fill(memory[low:high], tag, low, self._chunk, piece)
 
     def start(self) -> None:
         """Start the copy, on its own streams if others run at the same time."""
@@ -182,7 +183,8 @@ class _GuardedCopy:
         begin, end = (min(self.size, max(0, -(-(at - self._begin) // self._step))) for at in (low, high))
         if begin < end:
             start = self._case.reach + self._case.source
-            content = bytes_of_content(self._tag, start + begin * self._step, start + end * self._step, device)
+            first, last = start + begin * self._step, start + end * self._step
+            content = bytes_of_content(self._tag, first, last, device, self._piece)
             at = self._begin + begin * self._step - low
             expected[at : at + (end - begin - 1) * self._step + 1 : self._step] = content[:: self._step]
         return expected

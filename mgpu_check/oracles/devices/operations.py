@@ -18,7 +18,7 @@ import torch
 from mgpu_check.asserts.collectives import index_of
 from mgpu_check.devices.observations import Measurement, Subject, Unit, median_and_spread
 from mgpu_check.oracles.devices import cases
-from mgpu_check.oracles.devices.cases import ComputeCase
+from mgpu_check.oracles.devices.cases import SECOND_LONGEST, ComputeCase
 from mgpu_check.oracles.generated_data import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
@@ -182,6 +182,15 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *
                 work()
             watch.stop()
         return [lap / inner for lap in watch.laps()]
+
+
+def second_longest(check: str, subject: Subject, name: str, laps: Sequence[float], size: int) -> list[Measurement]:
+    """Return the second longest of `laps`, seconds of single calls of `size` bytes: the longest may be an accident.
+    The first quarter does not count, as the device may then wait for the host. Empty as for `measured`."""
+    seconds = sorted(laps[len(laps) // 4 :])
+    if len(seconds) < 2 or seconds[0] <= 0:
+        return []
+    return [Measurement(check, subject, f"{name}{SECOND_LONGEST}", "s", seconds[-2], len(seconds), size)]
 
 
 def measured(

@@ -272,8 +272,8 @@ root too."""
 class WrongCollective(Defect):
     """The result on ``device`` is wrong.
 
-    Parameters: operation (a transfer, or "any"), dtype, bytes (exactly; 0 for any), ranks (at least), pattern, every,
-    probability, seed.
+    Parameters: operation (a transfer, or "any"), dtype, bytes (exactly; 0 for any), ranks (at least), most (ranks),
+    pattern, every, probability, seed.
     """
 
     def __init__(self, parameters: Parameters, pattern: str = "bits") -> None:
@@ -290,7 +290,7 @@ class WrongCollective(Defect):
             and collective.name in self._names
             and dtype_matches(parameters, collective.dtype)
             and int(parameters.get("bytes", 0)) in (0, collective.bytes)
-            and len(collective.group) >= int(parameters.get("ranks", 2))
+            and int(parameters.get("ranks", 2)) <= len(collective.group) <= int(parameters.get("most", 1 << 20))
             and self._chance.now()
         ):
             for output in collective.outputs:
@@ -338,6 +338,7 @@ class _Spoiled(Defect, abc.ABC):
             and copy.data.numel() > int(parameters.get("above", 0))
             and parameters.get("path", "any") in ("any", copy.path)
             and copy.load >= int(parameters.get("load", 0))
+            and ("word" not in parameters or _holds_only(copy.data, int(parameters["word"])))
             and self.chance.now()
         ):
             self.spoil(copy)
@@ -345,6 +346,12 @@ class _Spoiled(Defect, abc.ABC):
     def spoil(self, copy: Copy) -> None:
         """Change the delivered data."""
         self._spoil(copy.data, self.chance)
+
+
+def _holds_only(data: torch.Tensor, word: int) -> bool:
+    """Return whether bytes repeat one word of 64 bits, given as an integer in [0, 2^64)."""
+    words = data[: data.numel() // 8 * 8].clone().view(torch.int64)
+    return words.numel() > 0 and bool((words == (word ^ 1 << 63) - (1 << 63)).all())
 
 
 class Link(_Spoiled):
@@ -430,10 +437,12 @@ Event = Operation | Copy | EndedCollective
 
 
 class _Slow(Defect, abc.ABC):
-    """Some events take ``factor`` times as long; with ``below``, only those of at most that many bytes."""
+    """Some events take ``factor`` times as long; with ``below``, only those of at most that many bytes; with
+    ``every``, one in so many."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
+        self._chance = Chance(parameters)
 
     @abc.abstractmethod
     def concerns(self, event: Event) -> bool:
@@ -441,7 +450,7 @@ class _Slow(Defect, abc.ABC):
 
     def factor(self, event: Event) -> float:
         most = int(self.parameters.get("below", 0))
-        slow = self.concerns(event) and (not most or 0 < _bytes_of(event) <= most)
+        slow = self.concerns(event) and (not most or 0 < _bytes_of(event) <= most) and self._chance.now()
         return float(self.parameters["factor"]) if slow else 1.0
 
 

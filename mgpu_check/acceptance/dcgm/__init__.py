@@ -1,1 +1,0 @@
-"""Results of DCGM's diagnostic, in the same verdict and reports."""
