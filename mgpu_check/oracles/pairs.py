@@ -49,9 +49,24 @@ def drawn_rows(
     more: bool,
     share: int = 4,
 ) -> list[_Row]:
-    """Return the rows of `in_pairs`: all with `more`, else every `share`-th of them, from one that the seed selects."""
+    """Return the rows of `in_pairs`: all with `more`, else `some_rows` of them."""
     rows = in_pairs(options, allowed)
-    return rows if more else rows[seed % min(share, len(rows)) :: share]
+    return rows if more else some_rows(rows, seed, share)
+
+
+def some_rows(rows: Sequence[_Row], seed: int, share: int) -> list[_Row]:
+    """Return every `share`-th row, from one that the seed selects, and few others, so that they have each value."""
+    start = seed % min(share, len(rows))
+    chosen, others = list(rows[start::share]), [row for at, row in enumerate(rows) if at % share != start]
+    missing = _values(rows) - _values(chosen)
+    while missing:
+        chosen.append(max(others, key=lambda row: len(_values([row]) & missing)))
+        missing -= _values(chosen)
+    return chosen
+
+
+def _values(rows: Sequence[_Row]) -> set[tuple[str, str]]:
+    return {(name, repr(value)) for row in rows for name, value in row.items()}
 
 
 def words_of(row: Mapping[str, Any], options: Mapping[str, Sequence[Any]]) -> str:

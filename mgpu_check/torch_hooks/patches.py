@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ClassMethodDescriptorType, ModuleType
 from typing import Any, Self, TypeVar
 
 _ABSENT = object()
@@ -57,8 +57,10 @@ class Patches:
         Static and class methods keep their kind. The function of a class method takes the class.
         """
         attribute = inspect.getattr_static(owner, name) if isinstance(owner, type) else None
-        if isinstance(attribute, (staticmethod, classmethod)):
-            self.set(owner, name, type(attribute)(around(attribute.__func__)))
+        if isinstance(attribute, (classmethod, ClassMethodDescriptorType)):
+            self.set(owner, name, classmethod(around(function_of(attribute))))
+        elif isinstance(attribute, staticmethod):
+            self.set(owner, name, staticmethod(around(attribute.__func__)))
         else:
             self.set(owner, name, around(getattr(owner, name)))
 
@@ -119,6 +121,14 @@ class Patches:
                 if replacement is not _ABSENT:
                     bindings.append((module, name, replacement))
         return bindings
+
+
+def function_of(attribute: Any) -> Callable[..., Any]:
+    """Return the function of a class method, which takes the class first. It may be one of C, which has no function:
+    ``torch.autograd.Function.apply`` since torch 2.14."""
+    return getattr(attribute, "__func__", None) or (
+        lambda cls, *args, **kwargs: attribute.__get__(None, cls)(*args, **kwargs)
+    )
 
 
 def around(new: Callable[..., R]) -> Callable[[Callable[..., Any]], Callable[..., R]]:

@@ -14,7 +14,7 @@ from torch import nn
 from mgpu_check.compare.in_script.replay import Points, RankRecording, RankReplaying
 from mgpu_check.compare.in_script.replay_outside import follows, unexplained
 from mgpu_check.compare.in_script.tape import Tape, Tapes, write_joint
-from mgpu_check.torch_hooks.patches import around
+from mgpu_check.torch_hooks.patches import around, function_of
 from tests.compare.conftest import script
 
 Program = Callable[["Part"], torch.Tensor]
@@ -78,7 +78,7 @@ class Replay:
         part = Part(number, other, call)
         made.outside.origins.set([part.weight])
         with pytest.MonkeyPatch.context() as patch:
-            apply = around(made.apply_function)(vars(torch.autograd.Function)["apply"].__func__)
+            apply = around(made.apply_function)(function_of(vars(torch.autograd.Function)["apply"]))
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
             patch.setattr(torch.Tensor, "register_hook", around(made.register_hook)(torch.Tensor.register_hook))
             patch.setattr(torch.autograd, "backward", around(made.differentiate)(torch.autograd.backward))

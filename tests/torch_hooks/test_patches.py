@@ -71,6 +71,19 @@ def test_wrapped_methods_are_of_the_same_kind(owner):
     assert dict(vars(owner)) == before
 
 
+def test_a_wrapped_class_method_of_c_gets_the_class_that_it_is_called_on():
+    class Keys(dict[str, None]):
+        fromkeys = vars(dict)["fromkeys"]
+
+    class Own(Keys):
+        pass
+
+    with Patches() as patches:
+        patches.wrap(Keys, "fromkeys", lambda real: lambda cls, *args: (cls, real(cls, *args)))
+        assert Own.fromkeys("a") == (Own, {"a": None}) and type(Own.fromkeys("a")[1]) is Own
+    assert Own.fromkeys("a") == {"a": None}
+
+
 def test_nested_patches_are_undone_in_reverse():
     first, second = Patches(), Patches()
     first.wrap(Owner, "method", doubled)

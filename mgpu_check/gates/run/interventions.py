@@ -42,7 +42,7 @@ from mgpu_check.processes.tracebacks import is_file_under_test
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, Form
 from mgpu_check.torch_hooks.collectives import Recorder, group_of, own_groups, recorder
 from mgpu_check.torch_hooks.nested import named_parameters
-from mgpu_check.torch_hooks.patches import entered, replaced
+from mgpu_check.torch_hooks.patches import entered, function_of, replaced
 from mgpu_check.torch_hooks.tensors import draws
 
 _MOST = 6  # most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs
@@ -476,7 +476,7 @@ def run_noting_repetitions(rank: Rank, program: Program, scenario: Scenario) -> 
 def _with_calls(change: Change) -> Iterator[None]:
     """Change the collectives of one name that one line calls, or those of several lines."""
     lines = change.value if change.kind == "wait" else ((change.name, change.site),)
-    call, apply = Recorder.call, torch.autograd.Function.__dict__["apply"]
+    call, apply = Recorder.call, function_of(torch.autograd.Function.__dict__["apply"])
     alter = _ALTERED.get(change.kind)
     kept: list[torch.Tensor] = []
     sizes: list[int] = []  # group sizes of changed collectives, one per running autograd function
@@ -522,7 +522,7 @@ def _with_calls(change: Change) -> Iterator[None]:
         """Alter the result of an autograd function, not of its collective: autograd then changes gradients too."""
         sizes.append(0)
         try:
-            result = apply.__func__(cls, *args, **kwargs)
+            result = apply(cls, *args, **kwargs)
         finally:
             size = sizes.pop()
         if not size or alter is None:

@@ -45,6 +45,7 @@ _COPIES, _SIZES, _LAYOUTS, _ASYNC, _PROGRAMS = (
 _NOT_IN_PLACE = (
     "all_gather", "all_gather_into_tensor", "scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
 )  # fmt: skip
+_STORE = "torch.distributed:Store"
 _STRIDED = When("channels_last", lambda call: not call.first.is_contiguous())
 
 
@@ -338,6 +339,16 @@ register(
         "scatter_object_list gives the second half of the ranks the objects of the first half", _OBJECTS,
         given(dist, "scatter_object_list"), lambda output, objects, *_, **__: (output, _for_others(objects)),
         When("4 ranks and more", lambda output, objects=None, *_, **__: objects is not None and len(objects) > 3)),
+    FaultRow("stored-value-cut", "a store loses the end of long values", "test_stores", returned(_STORE, "get"),
+        lambda value, *_: value[: 1 << 12]),
+    FaultRow("counted-twice", "a store gives two ranks the same number", "test_stores", returned(_STORE, "add"),
+        lambda number, *_: number - (number == 3)),
+    FaultRow("undecided", "compare_set lets every rank win", "test_stores", around(_STORE, "compare_set"),
+        lambda real, store, key, expected, desired: desired.encode()),
+    FaultRow("one-key-suffices", "wait returns once one of its keys is set", "test_stores", around(_STORE, "wait"),
+        lambda real, store, keys, *timeout: real(store, keys[:1], *timeout)),
+    FaultRow("prefix-lost", "a prefix loses its last letter", "test_stores", given(dist, "PrefixStore"),
+        lambda prefix, store: (prefix[:-1], store)),
     FaultRow("open-barrier-of-devices", "a barrier of devices does not wait", _BARRIERS, around(dist, "barrier"),
         _closed, When("device_ids is given", lambda *_, device_ids=None, **__: bool(device_ids))),
     FaultRow("open-barrier", "a barrier does not wait", _BARRIERS, around(dist, "barrier"), _closed),

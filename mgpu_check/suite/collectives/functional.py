@@ -171,11 +171,16 @@ def judge_functional(team: Team, account: CallTally, dtype: torch.dtype, seed: i
 
 def judge_coalesced(team: Team, account: CallTally, seed: int) -> None:
     """Judge whether coalesced collectives give the same results as separate calls for each tensor."""
-    for asynchronous, op in ((False, "SUM"), (True, "SUM"), (bool(seed % 2), ("MAX", "MIN")[seed // 2 % 2])):
-        _in_one_call(team, account, seed, asynchronous, op)
+    for op, asynchronous, older in (
+        ("SUM", False, False),
+        ("SUM", True, True),
+        ("MAX", False, True),
+        ("MIN", True, False),
+    ):
+        _in_one_call(team, account, seed, op, asynchronous=asynchronous, older=older)
 
 
-def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, op: str) -> None:
+def _in_one_call(team: Team, account: CallTally, seed: int, op: str, *, asynchronous: bool, older: bool) -> None:
     """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
     size, me, group, device = team.size, team.position, team.group, team.rank.device
     several = [
@@ -184,7 +189,7 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
     ]
     gathered = [torch.cat(source) for source in several]
     total = [REDUCTIONS[op](torch.stack(source)) for source in several]
-    reduced, older = {"op": getattr(dist.ReduceOp, op), "group": group}, seed % 4 > 1
+    reduced = {"op": getattr(dist.ReduceOp, op), "group": group}
     mine = [source[me].to(device) for source in several]
     makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
         "all_reduce": ([matrix.clone() for matrix in mine], total, lambda got, source: dist.all_reduce(got, **reduced)),
@@ -319,7 +324,10 @@ def assert_functional_match_in_groups(rank: Rank, seed: int) -> None:
     cases: list[tuple[tuple[int, ...], torch.dtype]]
     cases = [((), dtype) for dtype in (torch.float32, torch.int64, torch.bfloat16)]
     cases += [(members, torch.float32) for members in some_groups(rank, seed)[seed % 2 :][:1]]
-    judges = ((members, partial(judge_functional, dtype=dtype, seed=seed)) for members, dtype in cases)
+    judges = (
+        (members, partial(judge_functional, dtype=dtype, seed=seed + 2 * number))  # two further reductions for each
+        for number, (members, dtype) in enumerate(cases)
+    )
     run_all(partial(judged, rank, members, judge) for members, judge in judges)
 
 

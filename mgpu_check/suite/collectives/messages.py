@@ -1,18 +1,23 @@
-"""Check messages between ranks, collectives of Python objects, and barriers."""
+"""Check messages between ranks, collectives of Python objects, barriers and stores."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
+import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from mgpu_check.asserts.findings import run_all
+from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.collectives.cases import REDUCED, Message, WrongResult, messages_between, raise_findings
 from mgpu_check.oracles.collectives.repeated_calls import groups_of
@@ -312,7 +317,7 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
         (between(seed, "cpu", tags=False), "batched", "cpu"),
         (between(seed + 1, "cpu", tags=True), "blocking", "cpu"),
         (between(seed + 2, "cpu", alike=True), "flying", "cpu"),
-        ((large, "blocking", "device"), (large, "flying", "cpu"))[seed % 2],
+        *((large, "blocking", "device"), (large, "flying", "cpu")),
     ]
     wanted = some_groups(rank, seed)[:1]
     with groups_of(rank, wanted) as groups:
@@ -355,3 +360,55 @@ def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:
     for members in without(rank, outside):
         cases += [(members[late % len(members)], form, members) for form in forms[:3]]
     run_all(partial(assert_barrier_holds, rank, *case) for case in cases)
+
+
+def assert_stores_agree(rank: Rank, late: int) -> None:
+    """Assert that ranks share values, counters and decisions: in the store of the process group, under two prefixes,
+    and in a TCPStore if all ranks are on one host. The rank `late` is the last to set a value."""
+    library: Any = dist  # whose __all__ lacks stores
+    mine = library.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank.index == 0 else None
+    known: list[Any] = [None] * rank.size
+    dist.all_gather_object(known, (socket.gethostname(), mine and mine.port, uuid.uuid4().hex))
+    _, port, token = known[0]
+    # A private name: torch has no public one (torch/distributed/distributed_c10d.py, torch 2.14).
+    of_group = dist.distributed_c10d._get_default_store()
+    stores = {f"PrefixStore {name}": library.PrefixStore(f"{token}{name}", of_group) for name in "ab"}
+    if len({host for host, *_ in known}) == 1:
+        stores["TCPStore"] = mine or library.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    last = [*stores][-1]  # to wait in vain on; a FileStore, which the process group may have, looks once a second
+    run_all(partial(_assert_store_agrees, rank, stores[name], name, late % rank.size, name == last) for name in stores)
+    dist.barrier()  # before the server ends
+
+
+def _assert_store_agrees(rank: Rank, store: Any, name: str, late: int, in_vain: bool) -> None:
+    everybody, mine = range(rank.size), (rank.index,)
+    values = [f"{name} of {each}\0é".encode() * (1 + each * 999) for each in everybody]
+    counts: list[Any] = [None] * rank.size
+    decisions: list[Any] = [None] * rank.size
+    with Findings() as findings:
+        store.set(f"value {rank.index}", values[rank.index])
+        got = [store.get(f"value {each}") for each in everybody]
+        findings.require(got == values, f"{name}: get returns other bytes than were set", ranks=mine)
+        dist.all_gather_object(counts, [store.add("count", 1) for _ in range(5)])
+        numbers, wanted = sorted(itertools.chain(*counts)), [*range(1, 5 * rank.size + 1)]
+        findings.require(numbers == wanted, f"{name}: add counted {numbers}, not each of 1 to {wanted[-1]} once")
+        dist.all_gather_object(decisions, store.compare_set("winner", "", f"rank {rank.index}").decode())
+        findings.require(len({*decisions}) == 1, f"{name}: compare_set made several decisions: {decisions}")
+        findings.require(not store.check(["last"]), f"{name}: check knows a key that nobody has set", ranks=mine)
+        with contextlib.suppress(RuntimeError):
+            if in_vain:
+                store.wait(["winner", "last"], timedelta(milliseconds=50))
+                findings.require(False, f"{name}: wait returned for a key that nobody has set", ranks=mine)
+        dist.barrier()
+        if rank.index == late:
+            store.set("last", str(late))
+        if not in_vain:
+            dist.barrier()
+        store.wait(["winner", "last"])
+        text = store.get("last").decode()
+        findings.require(text == str(late), f"{name}: the value of rank {late} is {text!r}", ranks=mine)
+        dist.barrier()
+        if rank.index == 0:
+            findings.require(store.delete_key("last"), f"{name}: delete_key says that there was no key", ranks=mine)
+        dist.barrier()
+        findings.require(not store.check(["last"]), f"{name}: check knows a key that was deleted", ranks=mine)

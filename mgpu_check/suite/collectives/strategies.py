@@ -30,7 +30,7 @@ from mgpu_check.oracles.collectives.cases import (
     Message,
     left_out,
 )
-from mgpu_check.oracles.pairs import in_pairs
+from mgpu_check.oracles.pairs import in_pairs, some_rows
 from mgpu_check.oracles.strategies import first_of, world_sizes
 from mgpu_check.oracles.strategies import seeds as tensor_seeds
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
@@ -187,11 +187,13 @@ def sizes(seed: int) -> list[CollectiveCall]:
         for elements in (0, 1, 3, 63 + 2 * (seed % 30)):
             calls.append(_drawn(function, number + elements, seed, elements=elements))
         borders = [((1 << 12) + 1, "float32"), ((1 << 16) + 1, "float32")]
-        if function in LARGE and ([*LARGE].index(function) + seed) % 2 == 0:
+        if function in LARGE:
             borders.append(((1 << 20) + 1, LARGE[function]))
         for elements, dtype in borders:
             calls.append(_drawn(function, number, seed, elements=elements, dtype=dtype, placement="device"))
-        calls.append(_drawn(function, number, seed, elements=(1 << (12, 16)[seed % 2]) - 1 + seed // 2 % 2))
+        calls.append(
+            _drawn(function, number, seed, elements=(1 << (12, 16)[(number + seed) % 2]) - 1 + (number + seed) // 2 % 2)
+        )
     for number, dtype in enumerate((*FLOATING, "int64", "uint8")):
         calls.append(_drawn("all_reduce", number, seed, elements=(1 << 16) + 1, dtype=dtype, placement="device"))
     return calls
@@ -278,11 +280,12 @@ def option_rows() -> list[dict[str, Any]]:
 
 
 def options(size: int, seed: int, *, complete: bool) -> list[CollectiveCall]:
-    """Return calls that together have each pair of options; if `complete` all of them, else an eighth by the seed."""
+    """Return calls that together have each pair of options; if not `complete`, an eighth of them by the seed, and those
+    with which each option has each of its values."""
     groups = {"world": (), "without the first": tuple(range(1, size)), "without the last": tuple(range(size - 1))}
-    rows = [(number, dict(row)) for number, row in enumerate(option_rows())]
+    rows = option_rows()
     calls = []
-    for number, row in rows if complete else rows[seed % 8 :: 8]:
+    for number, row in enumerate(map(dict, rows if complete else some_rows(rows, seed, 8))):
         end, _, by = (row.pop("root") or "first, global").partition(", ")
         members, op = groups[row.pop("group")], row.pop("op")
         root = 0 if end == "first" else (len(members) or size) - 1

@@ -132,6 +132,14 @@ def test_barriers(ranks: Ranks, size: int, late: int, outside: int) -> None:
     ranks.run(f"{CHECKS}.messages:assert_barriers_hold", late, outside, size=size)
 
 
+@pytest.mark.gpus(least=2)
+@examples(6, quick=1)
+@given(size=calls.worlds(least=2), late=calls.members)
+def test_stores(ranks: Ranks, size: int, late: int) -> None:
+    """Values, counters and decisions in a store are the same on all ranks, and `wait` waits for all of its keys."""
+    ranks.run(f"{CHECKS}.messages:assert_stores_agree", late, size=size)
+
+
 @examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_functional_collectives(ranks: Ranks, size: int, seed: int) -> None:

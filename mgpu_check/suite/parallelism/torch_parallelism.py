@@ -387,7 +387,7 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
     """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and their combination redistribute right. A collective.
 
     The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of
-    one device. With an odd seed both get DTensors.
+    one device. Both get parts of this rank, or DTensors.
     """
     mesh = init_device_mesh("cuda", (rank.size,))
     x, y = _numbers(2 * rank.size, 3, seed=seed), _numbers(2, 3 * rank.size, seed=seed + 1)
@@ -405,7 +405,7 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
         "gradient of y": 3 * factors[1],
     }
     with Findings() as findings:
-        for how, module in _prepared(mesh, local=seed % 2 == 0).items():
+        for how, module in (*_prepared(mesh, local=True).items(), *_prepared(mesh, local=False).items()):
             own, full_y = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
             out_x, word, out_y = module(own, "word", y=full_y)
             out_x, out_y = _own(out_x), _own(out_y)
@@ -433,7 +433,8 @@ def _prepared(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
     parallel.parallelize_module(separate, mesh, parallel.PrepareModuleOutput(**outputs, use_local_output=local))
     style = parallel.PrepareModuleInputOutput(**inputs, **outputs, use_local_input=local, use_local_output=local)
     both = parallel.parallelize_module(_Told(), mesh, style)
-    return {"PrepareModuleInput and PrepareModuleOutput": separate, "PrepareModuleInputOutput": both}
+    what = "" if local else " of DTensors"
+    return {f"PrepareModuleInput and PrepareModuleOutput{what}": separate, f"PrepareModuleInputOutput{what}": both}
 
 
 _NO_CLASS = -100  # the default of `ignore_index`

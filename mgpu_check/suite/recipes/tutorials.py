@@ -24,7 +24,7 @@ def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[tor
     shards, start = [], 0
     for index, device in enumerate(devices):
         stop = start + size + (index < rest)
-        shards.append(X[start:stop].to(device))
+        shards.append(X[start:stop].to(device, non_blocking=True))
         start = stop
     return shards
 
@@ -32,21 +32,3 @@ def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[tor
 def collect(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Concatenate the shards, (n_i, …) on a device each, into one tensor, (sum of n_i, …), on `device`."""
     return torch.cat([shard.to(device) for shard in shards])
-
-
-def chunk_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Split `X`, (n, …), by `torch.chunk`, and copy without blocking. The last devices may get no shard."""
-    return [chunk.to(device, non_blocking=True) for chunk, device in zip(X.chunk(len(devices)), devices, strict=False)]
-
-
-def deal(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Split `X`, (n, …), in round-robin order: device i gets the rows i, i + len(devices), and so on."""
-    return [X[index :: len(devices)].to(device) for index, device in enumerate(devices)]
-
-
-def collect_dealt(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Collect the shards of `deal` on `device`, in the original order."""
-    collected = torch.empty(sum(map(len, shards)), *shards[0].shape[1:], dtype=shards[0].dtype, device=device)
-    for index, shard in enumerate(shards):
-        collected[index :: len(shards)] = shard.to(device)
-    return collected

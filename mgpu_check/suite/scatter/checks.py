@@ -23,7 +23,6 @@ from mgpu_check.oracles.generated_data import counted
 from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, KINDS, PINNED, Leaf, Nested, Split, TensorSpec
 from mgpu_check.oracles.training import models
 from mgpu_check.suite.recipes import tutorials
-from mgpu_check.torch_hooks.tensors import plain
 
 
 def assert_split_aligned(
@@ -146,18 +145,11 @@ def assert_labels_aligned(gpus: Sequence[torch.device], inputs: Split, seed: int
 
 
 def assert_dealt_by_hand(gpus: Sequence[torch.device], split: Split) -> None:
-    """Assert that a batch that is split by hand is on the devices in parts, and equals the batch when collected.
-    The parts are slices, chunks, or every n-th row; see `mgpu_check.suite.recipes.tutorials`."""
+    """Assert that a batch that is split by hand is on the devices in parts, and equals the batch when collected."""
     batch, devices = split.build(), split.on(gpus)
-    order = [row for index in range(len(devices)) for row in range(index, len(batch), len(devices))]
-    for divide, collect, expected in (
-        (tutorials.split_and_load, tutorials.collect, batch),
-        (tutorials.chunk_and_load, tutorials.collect, batch),
-        (tutorials.deal, tutorials.collect_dealt, plain(batch)[order]),
-    ):
-        shards = divide(batch, devices)
-        collectives.assert_shards_cover(expected, shards, devices)
-        collectives.assert_gathered(batch, collect(shards, devices[0]), devices[0])
+    shards = tutorials.split_and_load(batch, devices)
+    collectives.assert_shards_cover(batch, shards, devices)
+    collectives.assert_gathered(batch, tutorials.collect(shards, devices[0]), devices[0])
 
 
 def assert_gradient_scattered(

@@ -78,7 +78,7 @@ def test_inputs_and_labels_stay_aligned(gpus: Gpus, inputs: Split, seed: int) ->
 @examples(60)
 @given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")))
 def test_batches_split_by_hand(gpus: Gpus, split: Split) -> None:
-    """Slices, chunks or every n-th row give every device its part, and collecting the parts restores the batch."""
+    """Slices give every device its part of the batch, and collecting the parts restores it."""
     NamedFunction(f"{CHECKS}:assert_dealt_by_hand")(gpus, split)
 
 
