@@ -253,6 +253,8 @@ _link("copy-of-zeros", _ONE_WORD.format("zeros"), damage="bit", word=0, seed=0)
 _link("copy-of-ones", _ONE_WORD.format("ones"), damage="bit", word=(1 << 64) - 1, seed=0)
 _link("copy-of-signs", _ONE_WORD.format("signs of float32"), damage="bit", word=0x80000000_80000000, seed=0)
 _link("copy-wraps", "copies over a link arrive 2 MiB in front of their place", "Wrapping", reach=2 << 20)
+_BETWEEN, _DROPPED = made_by("Between"), "copies between any two GPUs leave the old content"
+hardware_fault(HardwareFault("copies-dropped", _DROPPED, {"above": 0}, host, ("links",), defect=_BETWEEN))
 _EGRESS, _OUT = made_by("Egress", damage="tail"), "copies from a GPU to any other have a wrong end"
 hardware_fault(HardwareFault("copy-out", _OUT, {"device": 1, "above": 0}, gpu, ("links",), defect=_EGRESS))
 
@@ -267,6 +269,8 @@ _host_link("upload-truncated", "copies from the host lose their second half", "h
 _host_link("download-truncated", "copies to the host lose their second half", "half")
 _ONE_IN_50: dict[str, Value] = {"memory": "pinned", "every": 50}
 _host_link("upload-seldom", "one copy in 50 from pinned memory loses its second half", "half", **_ONE_IN_50)
+_LOADED = "copies from the host leave a wrong bit while others run"
+_host_link("upload-under-load", _LOADED, "bit", memory="pinned", load=1, seed=0)
 _host_link("download-seldom", "one copy in 50 to pinned memory has a wrong bit", "bit", **_ONE_IN_50, seed=0)
 _host_link("upload-pinned", "copies from pinned memory have a wrong bit", "bit", memory="pinned", seed=0)
 _host_link("download-pageable", "copies to pageable memory have a wrong bit", "bit", memory="pageable", seed=0)
@@ -289,6 +293,8 @@ _collective("all-to-all-wrong", "all_to_all is wrong on one GPU", "all_to_all")
 _OF_TWO = "reduce_scatter of two GPUs is wrong on one GPU"
 _collective("collective-of-two", _OF_TWO, "reduce_scatter", ranks=2, most=2)
 _collective("collective-of-three", "collectives of three GPUs or more are wrong on one GPU", ranks=3)
+_LARGE = "all_reduce of more than 512 KiB is wrong on one GPU"
+_collective("all-reduce-large", _LARGE, "all_reduce", above=1 << 19)
 _MIB = "all_reduce of 1 MiB is wrong one time in {} on one GPU"
 _collective("all-reduce-seldom", _MIB.format(50), "all_reduce", bytes=1 << 20, every=50)
 _ONE_IN_60 = "one all_gather in 60 is wrong on one GPU"

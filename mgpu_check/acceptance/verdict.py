@@ -9,8 +9,8 @@ GPU.
 A link that only collectives accuse needs a control: each of its GPUs is right with a third one. Without it, as on a
 node of two GPUs, the link is as dear as one of its GPUs, so that none of the three is named.
 
-If all GPUs of a host fail one check, none is right beside them, and one cause is likelier than several. So the host is
-cheaper than three of them, and as dear as two.
+If all GPUs of a host fail one check, alone or each with each other one, none is right beside them, and one cause is
+likelier than several: a driver, the IOMMU, ACS. So the host is cheaper than three of them, and as dear as two.
 
 A part is named only if every smallest set contains it. If several sets explain the rest, they are *rivals*: none is
 named, and what they explain remains unexplained.
@@ -270,15 +270,19 @@ class _Candidates:
         return smallest_sets(explained, price, _ALIKE) or []
 
     def _all_that_fail(self, host: int) -> set[tuple[Part, ...]]:
-        """Return the GPUs of a host, two or more, if each of them fails the same check alone; else nothing."""
-        gpus = {gpu for gpu, its in enumerate(self.hosts) if its == host}
-        failing: dict[str, set[int]] = {}
-        for check, subject, _, _ in self.failed:
-            if subject.kind == "gpu":
-                failing.setdefault(check, set()).update(subject.members)
-        if len(gpus) < 2 or not any(gpus <= failing_gpus for failing_gpus in failing.values()):
-            return set()
-        return {(Part("gpu", (gpu,)),) for gpu in gpus}
+        """Return the GPUs of a host, two or more, if each fails the same check alone; all but one, which then explain
+        the failures, if each pair fails the same check; else nothing."""
+        gpus = [gpu for gpu, its in enumerate(self.hosts) if its == host]
+        failing = {
+            (check, frozenset(subject.members))
+            for check, subject, _, exchanged in self.failed
+            if subject.kind == "gpu" or (len(subject.members) == 2 and exchanged)
+        }
+        for size, without in ((1, 0), (2, 1)):
+            groups = [frozenset(members) for members in itertools.combinations(gpus, size)]
+            if len(groups) > 1 and any(all((check, members) in failing for members in groups) for check in CHECKLIST):
+                return {(Part("gpu", (gpu,)),) for gpu in gpus[without:]}
+        return set()
 
     def _controlled(self, pair: tuple[int, ...]) -> bool:
         """Return whether a copy over a link failed, or each of its GPUs is right in a group without the other."""
@@ -518,8 +522,8 @@ class Remedy:
 
 _ADVICE: Mapping[PartKind, str] = {
     "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
-    "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
-    "baseboard, or the bridge",
+    "link": "drain the node, look at the settings of IOMMU and ACS if the link is PCIe, re-seat both GPUs or their "
+    "bridge, and run again; if it fails again, send back the baseboard, or the bridge",
     "host-link": "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try "
     "the GPU in another slot",
     "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU "

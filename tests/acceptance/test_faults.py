@@ -213,8 +213,11 @@ LOOKS = {
     "copy-stale-seldom": copied(repeats=50),
     "copy-stale-rare:every=60": copied(repeats=60),
     "copy-wraps": far,
+    "copies-dropped": copied(),
     "upload-truncated": through_the_host(False, up=True),
-    **dict.fromkeys(("upload-seldom:every=1", "upload-pinned"), through_the_host(True, up=True)),
+    **dict.fromkeys(
+        ("upload-seldom:every=1", "upload-pinned", "upload-under-load:load=0"), through_the_host(True, up=True)
+    ),
     **dict.fromkeys(("download-seldom:every=1", "download-truncated"), through_the_host(True, up=False)),
     "download-pageable": through_the_host(False, up=False),
     "slow-gpu": fast(torch.exp, 6e-6),

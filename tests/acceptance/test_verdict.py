@@ -290,6 +290,18 @@ def test_a_check_that_all_gpus_of_a_host_fail_accuses_the_host() -> None:
     assert parts(run(8, *several[:2])) == {Part("gpu", (0,)), Part("gpu", (1,))}
 
 
+def test_copies_that_fail_between_all_gpus_accuse_the_host() -> None:
+    """As with an IOMMU that drops them. Two broken GPUs of three are as likely, and so are three of which two are right
+    with each other."""
+    for count in range(4, 9):
+        every = [("links", Subject("copy", pair)) for pair in itertools.permutations(range(count), 2)]
+        assert parts(run(count, *every), (0,) * count) == {Part("host", (0,))}
+        but_one = [failure for failure in every if set(failure[1].members) != {0, 1}]
+        assert count > 5 or Part("host", (0,)) not in parts(run(count, *but_one), (0,) * count)
+    of_three = [("links", Subject("copy", pair)) for pair in itertools.permutations(range(3), 2)]
+    assert not explain(run(3, *of_three), (0, 0, 0)).parts
+
+
 @given(st.lists(st.integers(0, 3), max_size=9))
 def test_a_majority_is_never_odd(values):
     ballots = dict(enumerate(values))

@@ -31,9 +31,11 @@ def test_what_is_not_allowed_together_is_left_out():
     assert pairs(in_pairs(OPTIONS)) - pairs(rows) == {frozenset({("b", True), ("c", "x")})}
 
 
-def test_few_examples_take_a_share_of_the_rows_and_over_seeds_all():
+def test_few_examples_take_a_share_of_the_rows_with_each_value_and_over_seeds_all():
     rows = in_pairs(OPTIONS)
     assert drawn_rows(OPTIONS, seed=5, more=True) == rows
     shares = [drawn_rows(OPTIONS, seed=seed, more=False) for seed in range(4)]
-    assert sorted(str(row) for share in shares for row in share) == sorted(map(str, rows))
-    assert max(map(len, shares)) <= len(rows) // 4 + 1
+    assert {str(row) for share in shares for row in share} == set(map(str, rows))
+    for share in shares:
+        assert {item for row in share for item in row.items()} == {item for row in rows for item in row.items()}
+        assert len(share) <= len(rows) // 4 + 3

@@ -79,18 +79,8 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
         borders = [border for border in _BORDERS[node.depth] if fits(node, border)]
         for border in borders[index % 2 :: 2] if node.depth == "quick" else borders:
             size = border + data.draw(around, label="bytes around the border")
-            cases.append(
-                RepeatedCollective(
-                    operation,
-                    dtype,
-                    size,
-                    (),
-                    reduction,
-                    (root + place_of_operation + len(cases)) % len(node.numbers),
-                    iterations=3,
-                    seed=seed + index,
-                )
-            )
+            turned = (root + place_of_operation + len(cases)) % len(node.numbers)
+            cases.append(RepeatedCollective(operation, dtype, size, (), reduction, turned, 3, seed=seed + index))
     if operation in ("all_reduce", "all_to_all") and reduction == "sum" and fits(node, _LARGEST[node.depth]):
         cases.append(RepeatedCollective(operation, "float32", _LARGEST[node.depth], iterations=5, seed=seed))
     look(node, cases)
@@ -108,17 +98,9 @@ def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
         # A GPU that receives wrong data is right as a root, so each of a pair is the root once.
         roots = range(len(members)) if len(members) == 2 else [len(cases) % len(members)]
         for operation, root in (("all_reduce", 0), ("all_gather", 0), *(("broadcast", root) for root in roots)):
-            cases.append(
-                RepeatedCollective(
-                    operation,
-                    "float32",
-                    (64 << 10) + delta,
-                    tuple(members),
-                    root=root,
-                    iterations=3,
-                    seed=seed + len(cases),
-                )
-            )
+            size, number = (64 << 10) + delta, seed + len(cases)
+            case = RepeatedCollective(operation, "float32", size, members, root=root, iterations=3, seed=number)
+            cases.append(case)
     for turn, (operation, reduction) in enumerate(OPERATIONS):
         dtype = DTYPES[turn % 2]  # which each reduction has
         for members in covering_groups(len(node.numbers), turn):

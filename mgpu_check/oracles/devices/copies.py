@@ -66,13 +66,9 @@ def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[Subjec
 
 def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
     """Copy from the host to each of `devices` and back; return an observation for each way, by device position."""
-    ways = []
-    for index in range(len(devices)):
-        ways += [
-            _Direction(Subject("upload", (index,)), None, index),
-            _Direction(Subject("download", (index,)), index, None),
-        ]
-    return _examine(ways, devices, case)
+    uploads = [_Direction(Subject("upload", (index,)), None, index) for index in range(len(devices))]
+    downloads = [_Direction(Subject("download", (index,)), index, None) for index in range(len(devices))]
+    return _examine([*uploads, *downloads], devices, case)
 
 
 def _examine(ways: Sequence[_Direction], devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:

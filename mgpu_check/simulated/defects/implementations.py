@@ -272,8 +272,8 @@ root too."""
 class WrongCollective(Defect):
     """The result on ``device`` is wrong.
 
-    Parameters: operation (a transfer, or "any"), dtype, bytes (exactly; 0 for any), ranks (at least), most (ranks),
-    pattern, every, probability, seed.
+    Parameters: operation (a transfer, or "any"), dtype, bytes (exactly; 0 for any), above (bytes), ranks (at least),
+    most (ranks), pattern, every, probability, seed.
     """
 
     def __init__(self, parameters: Parameters, pattern: str = "bits") -> None:
@@ -290,6 +290,7 @@ class WrongCollective(Defect):
             and collective.name in self._names
             and dtype_matches(parameters, collective.dtype)
             and int(parameters.get("bytes", 0)) in (0, collective.bytes)
+            and collective.bytes > int(parameters.get("above", 0))
             and int(parameters.get("ranks", 2)) <= len(collective.group) <= int(parameters.get("most", 1 << 20))
             and self._chance.now()
         ):
@@ -406,6 +407,13 @@ class AnotherPeer(Link):
 
     def spoil(self, copy: Copy) -> None:
         _deliver(self._previous, copy.data)
+
+
+class Between(Stale):
+    """Copies between any two devices leave the old content, as where the IOMMU drops what one writes to another."""
+
+    def concerns(self, copy: Copy) -> bool:
+        return None not in (copy.source, copy.target)
 
 
 class Egress(_Spoiled):
