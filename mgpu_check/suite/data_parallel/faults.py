@@ -19,7 +19,7 @@ from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, comm
 
-from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, keeping, returned, upper_bits
+from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, keeping, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -189,11 +189,6 @@ register(
     FaultRow("scalars-averaged", "scalars are averaged into one", "test_scalars", _GATHER,
         lambda real, *args: real(*args).mean(), When("outputs without dimensions", lambda real, self, results, device:
             all(isinstance(result, torch.Tensor) and not result.dim() for result in results))),
-    FaultRow("odd-rows-read-twice", "the last row of an odd number is a copy of the first", "test_models",
-        around(DataParallel, "forward"),
-        lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
-        When("odd batch sizes", lambda real, self, *args, **_:
-            bool(args) and isinstance(args[0], torch.Tensor) and len(args[0]) % 2 > 0)),
     FaultRow("few-rows-on-one-device", "a batch with fewer rows than devices is computed on the first alone",
         "test_few_rows", _SCATTER, lambda real, self, args, kwargs, devices: real(self, args, kwargs, devices[:1]),
         When("fewer rows than devices", lambda real, self, args, kwargs, devices:
@@ -333,8 +328,6 @@ register(
         copied, lambda value: value.float().double(), When("float64", dtype(torch.float64).holds) & ONE_DEVICE),
     FaultRow("counts-copied-as-float64", "integers are converted through float64 on the last device", "test_buffers",
         copied, lambda value: value.double().long(), When("int64 above 2^53", dtype(torch.int64).holds) & ONE_DEVICE),
-    FaultRow("gradients-added-in-tf32", "DataParallel adds gradients up in TF32", "test_models", added,
-        lambda inputs: [[upper_bits(value) for value in each] for each in inputs]),
     FaultRow("convolutions-without-the-second-device",
         "gradients of four-dimensional weights leave out the second device", "test_models", added,
         lambda inputs: [inputs[0], [value * 0 if value.dim() == 4 else value for value in inputs[1]], *inputs[2:]],

@@ -167,6 +167,10 @@ def backward_hook_called_twice(real: Any, self: nn.Module, hook: Any, *args: Any
 
 register(
     __name__,
+    FaultRow("buffers-of-rank-0", "join takes the buffers of rank 0, though it has ended", "test_uneven_batches",
+        returned(DDP, "_find_common_rank"), lambda *_: 0),
+    FaultRow("divided-by-all", "join divides by the ranks that have ended, too", "test_uneven_batches",
+        around(DDP, "join"), lambda real, self, **_: real(self)),
     FaultRow("no-sync-ignored", "no_sync does not hold gradients back", "test_accumulation", around(DDP, "no_sync"),
         lambda *_: contextlib.nullcontext()),
     FaultRow("inner-no-sync-ends-both", "the end of an inner no_sync ends the outer one", "test_accumulation",

@@ -40,6 +40,14 @@ def test_pairs_of_options(ranks: Ranks, size: int, runs: Runs, more: bool) -> No
     ranks.run("mgpu_check.suite.distributed.training:assert_options_agree", runs[0], more=more, size=size)
 
 
+@pytest.mark.gpus(least=2)
+@examples(4, quick=1)
+@given(size=mostly_all(), seed=SEEDS)
+def test_uneven_batches(ranks: Ranks, size: int, seed: int) -> None:
+    """In `join` ranks that still have batches train on, and all end with the parameters and buffers of the last."""
+    ranks.run("mgpu_check.suite.distributed.training:assert_uneven_ranks_join", seed, size=size)
+
+
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("heads",), least=3, most=4))
 def test_unused_parameters(ranks: Ranks, size: int, runs: Runs) -> None:

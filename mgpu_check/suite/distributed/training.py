@@ -551,3 +551,55 @@ def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -
             for name, parameter in replica.module.named_parameters():
                 tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * summed[name].abs() * scale + rounded * scale
                 replica.judge_gradient(name, parameter, summed[name] * scale, tolerance, "clipped")
+
+
+class _Summing(nn.Module):
+    """A layer that adds up its inputs in a buffer, as batch normalization keeps its statistics."""
+
+    weight: torch.Tensor
+    sums: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[0.5, -0.25, 1.0]], dtype=torch.float64))
+        self.register_buffer("sums", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += x.sum(0)
+        return x @ self.weight.t()
+
+
+def assert_uneven_ranks_join(rank: Rank, seed: int) -> None:
+    """Assert that ranks with more batches than others train in `join` as one device that has the batches of all ranks,
+    with the buffers of the last of those that still train. Either the first or the last rank has the most batches."""
+    rate, everybody = 2.0**-6, range(rank.size)
+
+    def batch(index: int, step: int) -> torch.Tensor:
+        return ((torch.arange(6.0, dtype=torch.float64) * 7 + 5 * index + 3 * step + seed) % 11 - 5).view(2, 3) / 4
+
+    with Findings() as findings:
+        for most_on_last, by_all in ((False, True), (True, False)):
+            counts = [index + 1 if most_on_last else rank.size - index for index in everybody]
+            model = _Summing().to(rank.device)
+            replica = under_ddp(model, rank.device)
+            with replica.join(divide_by_initial_world_size=by_all):
+                for step in range(counts[rank.index]):
+                    model.zero_grad()
+                    (replica(batch(rank.index, step).to(rank.device)) ** 2).sum().backward()
+                    with torch.no_grad():
+                        assert model.weight.grad is not None
+                        model.weight -= rate * model.weight.grad
+            single, own = _Summing(), dict.fromkeys(everybody, torch.zeros(3, dtype=torch.float64))
+            for step in range(rank.size):
+                training = [index for index in everybody if step < counts[index]]
+                own |= {index: own[training[-1]] + batch(index, step).sum(0) for index in training}
+                total = sum((single(batch(index, step)) ** 2).sum() for index in training)
+                (gradient,) = torch.autograd.grad(torch.as_tensor(total), single.weight)
+                with torch.no_grad():
+                    single.weight -= rate * gradient / (rank.size if by_all else len(training))
+                    single.sums.copy_(own[training[-1]])
+            for (name, value), expected in zip(model.state_dict().items(), single.state_dict().values(), strict=True):
+                text = f"join with batches {counts}, divide_by_initial_world_size={by_all}: {name} is"
+                close = torch.allclose(value.cpu(), expected, rtol=1e-12, atol=1e-12)
+                message = f"{text} {value.tolist()}, expected {expected.tolist()}"
+                findings.require(close, message, ranks=(rank.index,))

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
@@ -189,18 +188,8 @@ register(
         _MODULES, returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
         lambda masked, tokens, start, rows: (masked[0] | (tokens == start) & (start > 0), masked[1]),
         "embeddings, the first row of a part"),
-    FaultRow("weights-of-classes-left-out", "a loss of sharded logits ignores the class weights", _MODULES,
-        given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
-        "loss_parallel, weights of classes"),
-    FaultRow("weights-left-out-of-sums", "a parallel sum of losses ignores the class weights", _MODULES,
-        given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
-        When("loss_parallel, reduction='sum', weight=",
-             lambda x, target, weight, local, reduction, *_: reduction == _SUM)),
     FaultRow("loss-parallel-stays", "loss_parallel stays in force after its context", _MODULES,
         around(_LOSS, "_disable_custom_loss_ops"), lambda *_: None),
-    FaultRow("log-softmax-of-dtensors-raised", "log_softmax of DTensors is off by 1", _MODULES,
-        returned(F, "log_softmax"), lambda result, *_: result + 1,
-        When("DTensors", lambda result, x, *_: type(result).__name__ == "DTensor")),
     FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones "
                                        "included",
         _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),

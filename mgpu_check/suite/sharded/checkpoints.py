@@ -319,6 +319,7 @@ def _others(rank: Rank, factor: int) -> dict[str, Any]:
         entries[f"with gaps where it is {name}"] = grid.clone()[1:, ::2] if view else grid[1:, ::2].contiguous()
     for name, shape, dtype, mesh, placements in (
         ("int64 by rows", (11, 3), torch.int64, line, [Shard(0)]),
+        ("int64 by few rows", (5, 3), torch.int64, line, [Shard(0)]),  # for pairs of parts that share one row
         ("bfloat16 by columns", (3, 13), torch.bfloat16, line, [Shard(1)]),
         ("float32 by both", (7, 9), torch.float32, plane, [Shard(0), Shard(1)]),
         ("float64 on all", (5, 2), torch.float64, line, [Replicate()]),

@@ -468,10 +468,13 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
     """Assert that a model under `fully_shard` trains as on one device with each pair of options. A collective.
-    With `more` all rows of options are tried, else an eighth of them, by the seed of the training."""
+    With `more` all rows of options are tried, else some of them, by the seed of the training; always the three options
+    that together add up micro-batches before replicas."""
     wanted = own_results(training, one_device(training, scale=scale_of(rank.size)), rank)
     with Findings() as findings:
-        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8):
+        plain = {name: values[0] for name, values in _OPTIONS.items()}
+        summed_late = {**plain, "dimensions": 2, "until_last": "set_requires_all_reduce", "windows": 3}
+        for row in (summed_late, *drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8)):
             subject = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
             mesh = mesh_of(rank, row["dimensions"])
             got = _trained(training, rank, mesh, row, subject, findings)
