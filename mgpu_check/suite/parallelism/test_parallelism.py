@@ -17,7 +17,6 @@ from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import MORE, exact_trainings, examples
 from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.plugin.ranks import Gpus, Ranks
-from mgpu_check.settings import active
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 CHECKS = "mgpu_check.suite.parallelism"
@@ -27,10 +26,9 @@ TRAININGS = exact_trainings()
 
 @st.composite
 def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:
-    """Draw a case of each mechanism; at the level "quick" of one."""
-    mechanisms = list(MECHANISMS) if active().depth != "quick" else [draw(st.sampled_from(list(MECHANISMS)))]
+    """Draw a case of each mechanism."""
     cases = []
-    for name in mechanisms:
+    for name in MECHANISMS:
         sizes = {key: draw(st.sampled_from(values)) for key, values in MECHANISMS[name].sizes.items()}
         dtype = draw(st.sampled_from(MECHANISMS[name].dtypes))
         cases.append(MechanismCase(name, sizes, dtype, draw(strategies.seeds())))
