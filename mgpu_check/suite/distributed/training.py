@@ -346,11 +346,14 @@ def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
             own = run.build(rank.index).to(rank.device)
             name, parameter = list(own.named_parameters())[-1]
             before = parameter.detach().clone()
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
+            own.register_buffer("apart", torch.full((3,), float(rank.index), device=rank.device))
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name, "apart"])
             parallel = under_ddp(own, rank.device)
             parallel(torch.full((rank.index + 1, 16), 1.0, device=rank.device)).sum().backward()
             subject = f"DDP of {run.model} on {rank.size} ranks, {name} ignored"
             require(findings, rank, torch.equal(parameter, before), subject, f"{name} has changed")
+            kept = bool((own.get_buffer("apart") == rank.index).all())
+            require(findings, rank, kept, f"{subject} with a buffer", "the buffer has changed")
             # The last parameter is a bias, so its gradient is the number of this rank's rows.
             is_own = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
             text = f"its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"

@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.planting import around, communicating, counted, given, returned
-from mgpu_check.suite.common.faults.registry import Planter, When, caught_by
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, register
 from mgpu_check.suite.recipes import distributed_script
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -159,3 +159,12 @@ def later_failures_kept_quiet(join: Any, *args: Any, **named: Any) -> Any:
 def signals_told_as_exits(init: Any, self: Any, *args: Any, signal_name: str | None = None, **named: Any) -> None:
     """The report hides the signal, for example of the kernel's out-of-memory killer."""
     init(self, *args, **named)
+
+
+register(
+    __name__,
+    FaultRow("few-samples-not-repeated", "a data set smaller than half of the replicas is repeated once too seldom",
+        "test_samples_of_replicas", returned(DistributedSampler, "__iter__"),
+        lambda samples, self: iter([*samples][: int(self.rank < 2 * len(self.dataset))]),
+        When("replicas more than twice the samples", lambda _, self: self.num_replicas > 2 * len(self.dataset))),
+)  # fmt: skip

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
+from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch, ShardError
 from mgpu_check.processes.environments import simulating, without_launcher
 from mgpu_check.processes.heap import importing
 from mgpu_check.simulated import simulated_device_count
@@ -177,6 +177,24 @@ def assert_rank_is_told(rank: Rank) -> None:
         texts.append(f"torch.distributed takes it for {taken}")
     if texts:
         raise RankDied(f"rank {rank.index} of {rank.size}: {texts[0]}", ranks=(rank.index,))
+
+
+def assert_samplers_cover(rank: Rank) -> None:
+    """Assert that a `DistributedSampler` gives each replica as many samples, and all of them each sample, for data sets
+    larger and smaller than the number of replicas; with `drop_last` no sample twice."""
+    from torch.utils.data import DistributedSampler  # the program imports torch later
+
+    for samples, replicas, drop_last in itertools.product((1, 2, 3, 5, 8, 13), (1, 2, 3, 5, 8), (False, True)):
+        data: Any = range(samples)
+        every = range(replicas)
+        samplers: list[Any] = [DistributedSampler(data, replicas, index, True, 7, drop_last) for index in every]
+        indices = [list(sampler) for sampler in samplers]
+        shared_out = [index for own in indices for index in own]
+        is_right = len(set(map(len, indices))) == 1 and len(shared_out) - samples in range(1 - replicas, replicas)
+        is_right &= len(set(shared_out)) == (len(shared_out) if drop_last else samples)
+        if not is_right or [len(sampler) for sampler in samplers] != list(map(len, indices)):
+            case = f"DistributedSampler of {samples} samples for {replicas} replicas, drop_last={drop_last}"
+            raise ShardError(f"{case} gives {indices}", ranks=[rank.index])
 
 
 def assert_trains_under_torchrun(rank: Rank, count: int) -> str:

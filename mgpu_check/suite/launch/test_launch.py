@@ -19,6 +19,11 @@ def test_ranks_are_told_who_they_are(ranks: Ranks) -> None:
         ranks.run("mgpu_check.suite.launch.launching:assert_rank_is_told", size=size)
 
 
+def test_samples_of_replicas(ranks: Ranks) -> None:
+    """DistributedSampler gives each replica as many samples, and all of them each sample, for data sets of any size."""
+    ranks.run("mgpu_check.suite.launch.launching:assert_samplers_cover", size=1)
+
+
 def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
     """A script in the style of tutorials, launched by torchrun's agent, learns on all devices like on one.
 

@@ -93,6 +93,10 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
             label = f"parallelize_module, {how}, on {rank.device}"
             with findings.collected():
                 assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=label)
+            frozen = parallel.parallelize_module(training.model().requires_grad_(False).to(rank.device), mesh, plan)
+            trained = [name for name, parameter in frozen.named_parameters() if parameter.requires_grad]
+            message = f"{label}: {', '.join(trained)} of a frozen model require gradients"
+            findings.require(not trained, message, ranks=(rank.index,))
 
 
 def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) -> None:

@@ -400,10 +400,6 @@ register(
         lambda: scattering(_reordered(
             lambda chunks: [*chunks[:-2], chunks[-1], chunks[-2]] if len(chunks) > 4 else chunks)),
         "5 devices and more", least_gpus=5),
-    # As if the batch were sent in half precision to save time.
-    FaultRow("shards-rounded", "shards are rounded to bfloat16", "test_shards_cover_the_batch", scattering,
-        lambda scatter, x, devices, dim:
-            NotImplemented if x.is_complex() else scatter(x.bfloat16().to(x.dtype), devices)),
     # As with `torch.tensor_split`. The shards cover the batch, but are not those of torch.
     FaultRow("sizes-evened-out", "shards are as even as can be, 4+3+3 instead of 4+4+2",
         ("test_shards_have_the_sizes_of_chunk", "test_tutorial_shapes"), scattering,

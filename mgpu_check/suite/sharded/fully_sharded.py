@@ -193,14 +193,16 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
 
 
 def _judge_divisors(mesh: DeviceMesh, rank: Rank, findings: Findings) -> None:
-    """Require that gradients are divided by the given number. The float32 nearest to 1/3 or 1/6 times 72 is exact."""
-    for divisor in (6.0, 3.0, 1.0):
-        layer: Any = fully_shard(nn.Linear(4, 3, bias=False).to(rank.device), mesh=mesh)
+    """Require that gradients are divided by the given number: in float64 by two others, before and after their sum. The
+    float nearest to 1/3 or 1/6 times 72 is exact."""
+    for divisor, dtype in itertools.product((6.0, 3.0, 1.0), (torch.float32, torch.float64)):
+        layer: Any = fully_shard(nn.Linear(4, 3, bias=False, dtype=dtype).to(rank.device), mesh=mesh)
         layer.set_gradient_divide_factor(divisor)
-        layer(torch.full((1, 4), 72.0, device=rank.device)).sum().backward()
+        layer(torch.full((1, 4), 72.0, device=rank.device, dtype=dtype)).sum().backward()
         expected = 72.0 * rank.size / divisor
         own = copied(layer.weight.grad.to_local())
-        subject = f"fully_shard over {tuple(mesh.shape)}, gradient divide factor {divisor}, on {rank.device}"
+        divided = f"gradient divide factor {divisor}, {name_of(dtype)}"
+        subject = f"fully_shard over {tuple(mesh.shape)}, {divided}, on {rank.device}"
         message = f"{subject}: the gradient is {own}, expected {expected}"
         findings.require(bool((own == expected).all()), message, ranks=[rank.index])
 
@@ -473,7 +475,7 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
     wanted = own_results(training, one_device(training, scale=scale_of(rank.size)), rank)
     with Findings() as findings:
         plain = {name: values[0] for name, values in _OPTIONS.items()}
-        summed_late = {**plain, "dimensions": 2, "until_last": "set_requires_all_reduce", "windows": 3}
+        summed_late = {**plain, "dimensions": 2, "until_last": "set_requires_all_reduce", "windows": 4}
         for row in (summed_late, *drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8)):
             subject = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
             mesh = mesh_of(rank, row["dimensions"])

@@ -161,8 +161,10 @@ def placed(full_tensor: torch.Tensor, placements: Sequence[Placement], mesh: Dev
             continue
         size = mesh.size(dim)
         if placement.reduce_op == "sum":
-            # Parts differ between ranks; the last rank holds the remainder.
-            shard = shard - sum(range(1, size)) if position == size - 1 else torch.full_like(shard, position + 1)
+            # Parts differ between ranks and elements; the last rank holds the remainder.
+            places = torch.arange(shard.numel()).reshape(shard.shape)
+            parts = [((places + index) % 3 + index + 1).to(shard.dtype) for index in range(size - 1)]
+            shard = shard - sum(parts) if position == size - 1 else parts[position]
         elif placement.reduce_op == "avg":
             shard = shard * size - sum(range(size - 1)) if position == size - 1 else torch.full_like(shard, position)
         else:
