@@ -27,8 +27,8 @@ class _MeasuredCopy:
 
 
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int, laps: Laps) -> list[SubjectResult]:
-    """Measure the bandwidth of copies of up to `size` bytes, and the latency of small copies, on every path, and the
-    second longest of `laps` copies, except from and to pageable memory, for which the host sets the pace."""
+    """Measure copies on every path: the bandwidth of up to `size` bytes, and the latency of small copies. With `laps`
+    also the second longest copy, except from and to pageable memory: there the host sets the pace."""
     results: list[SubjectResult] = []
     torch.cuda.empty_cache()
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))

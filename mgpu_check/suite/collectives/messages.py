@@ -392,11 +392,11 @@ def _assert_store_agrees(rank: Rank, store: Any, name: str, late: int, in_vain: 
         findings.require(numbers == wanted, f"{name}: add counted {numbers}, not each of 1 to {wanted[-1]} once")
         dist.all_gather_object(decisions, store.compare_set("winner", "", f"rank {rank.index}").decode())
         findings.require(len({*decisions}) == 1, f"{name}: compare_set made several decisions: {decisions}")
-        findings.require(not store.check(["last"]), f"{name}: check knows a key that nobody has set", ranks=mine)
+        findings.require(not store.check(["last"]), f"{name}: check knows a key before it is set", ranks=mine)
         with contextlib.suppress(RuntimeError):
             if in_vain:
                 store.wait(["winner", "last"], timedelta(milliseconds=50))
-                findings.require(False, f"{name}: wait returned for a key that nobody has set", ranks=mine)
+                findings.require(False, f"{name}: wait returned for a key before it is set", ranks=mine)
         dist.barrier()
         if rank.index == late:
             store.set("last", str(late))

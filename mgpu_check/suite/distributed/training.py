@@ -574,7 +574,7 @@ class _Summing(nn.Module):
 
 def assert_uneven_ranks_join(rank: Rank, seed: int) -> None:
     """Assert that ranks with more batches than others train in `join` as one device that has the batches of all ranks,
-    with the buffers of the last of those that still train. Either the first or the last rank has the most batches."""
+    with the buffers of the highest rank that still trains. Either the first or the last rank has the most batches."""
     rate, everybody = 2.0**-6, range(rank.size)
 
     def batch(index: int, step: int) -> torch.Tensor:
