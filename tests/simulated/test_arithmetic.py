@@ -235,6 +235,25 @@ def test_collectives_add_along_a_ring(on_ranks, monkeypatch):
         assert results["count"] == [4] * 4
 
 
+def joined(rank: int, size: int) -> float:
+    """The weight after steps of 1 for each of the ranks that still train: rank 0 takes one step, rank 1 two, and so on."""
+    layer = torch.nn.Linear(1, 1, bias=False).cuda()
+    torch.nn.init.zeros_(layer.weight)
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(rank + 1):
+            layer.weight.grad = None
+            model(torch.ones(1, 1, device="cuda")).sum().backward()
+            with torch.no_grad():
+                layer.weight += layer.weight.grad
+    return float(layer.weight)
+
+
+def test_ranks_that_join_are_counted_along_a_ring_too(on_ranks, monkeypatch):
+    monkeypatch.setenv(ARITHMETIC_VARIABLE, "gpu")
+    assert on_ranks(joined, 3) == [3.0] * 3
+
+
 @pytest.mark.parametrize(
     ("text", "kinds"),
     [

@@ -307,6 +307,8 @@ def all_reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> S
     for tensor in call.both:
         host = staging.update(tensor)
         if along_ring:
+            if host.numel() == 1:  # may count the ranks of DDP's `join`, which C++ reads from gloo's own sum
+                works.append(_on_gloo(call, "allreduce", pg, [host.clone()], call.options(_c10d.AllreduceOptions)))
             work, rows = _operands_of_ranks(call, pg, host)
             works.append(work)
             rings.append((host, rows))

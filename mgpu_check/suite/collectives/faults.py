@@ -481,8 +481,6 @@ register(
         lambda call: call.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
     FaultRow("rounded-up", "reduce rounds half precision away from zero", _BIAS, instead("reduce"),
         lambda call: call.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
-    FaultRow("tail-of-a-very-long-sum", "a bit is flipped in the tail of a long sum of the last rank", _SIZES,
-        after("all_reduce"), lambda call: flipped(call.first, at=-1), above(1 << 20) & LAST),
     FaultRow("long-part-loses-its-end", "reduce_scatter_tensor loses the end of long parts", _SIZES,
         after("reduce_scatter_tensor"), lambda call: call.first[1 << 16 :].zero_(), above(1 << 16)),
     FaultRow("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),
