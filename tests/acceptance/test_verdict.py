@@ -291,8 +291,8 @@ def test_a_check_that_all_gpus_of_a_host_fail_accuses_the_host() -> None:
 
 
 def test_copies_that_fail_between_all_gpus_accuse_the_host() -> None:
-    """As with an IOMMU that drops them. Two broken GPUs of three are as likely, and so are three of which two are right
-    with each other."""
+    """As with an IOMMU that drops them. Two broken GPUs of three are as likely. A pair that is right clears the host of
+    few GPUs."""
     for count in range(4, 9):
         every = [("links", Subject("copy", pair)) for pair in itertools.permutations(range(count), 2)]
         assert parts(run(count, *every), (0,) * count) == {Part("host", (0,))}

@@ -85,7 +85,7 @@ def test_available_memory_is_that_of_the_host_or_of_the_group(tmp_path, monkeypa
     assert machine.available_memory() is None
 
 
-# Prints the page faults of six rounds, each of which writes and frees 12 blocks of 16 MiB.
+# Prints the page faults of six rounds. Each round writes and frees 12 blocks of 16 MiB.
 BLOCKS = """
 import itertools, resource, sys
 

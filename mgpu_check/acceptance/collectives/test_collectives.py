@@ -111,7 +111,7 @@ def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
 
 
 def roots_of(operation: str, count: int) -> range:
-    """Return roots in a group of `count` ranks with which each rank gets a result: the root alone, or all others."""
+    """Return roots in a group of `count` ranks, so that each rank gets a result once: as the root, or from it."""
     row = TRANSFERS.get(operation)
     return range(1 if row is None or not row.root else count if row.takers == "root" else 2)
 

@@ -137,7 +137,7 @@ class Laps:
     """Calls that are timed one by one, to find rare ones that stall."""
 
     count: int
-    bytes: int  # of each call: so many that the device sets the pace, not the host that gives it work
+    bytes: int  # of each call: enough for the device to set the pace, not the host that gives it work
 
 
 _CORES = ("float64", "float32", "tf32", "float16", "bfloat16")

@@ -446,7 +446,7 @@ Event = Operation | Copy | EndedCollective
 
 class _Slow(Defect, abc.ABC):
     """Some events take ``factor`` times as long; with ``below``, only those of at most that many bytes; with
-    ``every``, one in so many."""
+    ``every``, one in this number."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters

@@ -29,21 +29,19 @@ _STREAMS = "_mgpu_check_streams"
 _plain: type = torch.Tensor
 
 
-def _apply(original: classmethod[Function, ..., object]) -> classmethod[Function, ..., object]:
-    def apply(cls: type, *args: object, **kwargs: object) -> object:
-        out = original.__get__(None, cls)(*args, **kwargs)
-        # An output that is not differentiable has no node, and a view may have another node.
-        for value in out if type(out) is tuple else (out,):
-            node = getattr(value, "grad_fn", None)
-            if isinstance(node, BackwardCFunction):
-                if type(out) is tuple:
-                    node.__dict__[_DEVICES] = [o._dev if isinstance(o, SimulatedTensor) else None for o in out]
-                if isinstance(value, SimulatedTensor):
-                    node.__dict__[_STREAMS] = value._dev.index, chosen_streams()
-                break
-        return out
-
-    return classmethod(apply)
+@around
+def _apply(original: Callable[..., object], cls: type, *args: object, **kwargs: object) -> object:
+    out = original(cls, *args, **kwargs)
+    # An output that is not differentiable has no node, and a view may have another node.
+    for value in out if type(out) is tuple else (out,):
+        node = getattr(value, "grad_fn", None)
+        if isinstance(node, BackwardCFunction):
+            if type(out) is tuple:
+                node.__dict__[_DEVICES] = [o._dev if isinstance(o, SimulatedTensor) else None for o in out]
+            if isinstance(value, SimulatedTensor):
+                node.__dict__[_STREAMS] = value._dev.index, chosen_streams()
+            break
+    return out
 
 
 def _backward(original: Callable[..., object]) -> Callable[..., object]:
@@ -81,7 +79,7 @@ def _hook(original: Callable[..., object], self: torch.Tensor, hook: Callable[..
 
 
 def install_functions(patches: Patches) -> None:
-    patches.set(Function, "apply", _apply(vars(Function)["apply"]))
+    patches.wrap(Function, "apply", _apply)
     patches.set(BackwardCFunction, "apply", _backward(vars(BackwardCFunction)["apply"]))
     patches.wrap(torch.Tensor, "register_hook", _hook)
 

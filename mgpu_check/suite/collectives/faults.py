@@ -557,10 +557,6 @@ def _coalescing(change: Callable[[Any], object]) -> AbstractContextManager[None]
     return around(c10d, "_coalescing_manager")(manage)
 
 
-def _as_rows(own: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
-    return (own.t().reshape(own.shape),)
-
-
 register(
     __name__,
     FaultRow("functional-dimension-ignored", "all_gather_tensor joins along the first dimension", _FUNCTIONAL,

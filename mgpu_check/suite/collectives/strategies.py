@@ -280,8 +280,8 @@ def option_rows() -> list[dict[str, Any]]:
 
 
 def options(size: int, seed: int, *, complete: bool) -> list[CollectiveCall]:
-    """Return calls that together have each pair of options; if not `complete`, an eighth of them by the seed, and those
-    with which each option has each of its values."""
+    """Return calls that together have each pair of options; if not `complete`, an eighth of them by the seed, and a few
+    more, so that each option has each of its values."""
     groups = {"world": (), "without the first": tuple(range(1, size)), "without the last": tuple(range(size - 1))}
     rows = option_rows()
     calls = []

@@ -312,10 +312,6 @@ unused_parameters = caught_by("test_unused_parameters")
 static_graph = caught_by("test_static_graph")
 
 
-def _is_of_words(parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 2 and parameter.shape[0] == 12
-
-
 def _is_long(parameter: torch.Tensor) -> bool:
     return parameter.numel() > MANY
 
@@ -325,7 +321,6 @@ _VIEWS = of_model("gradient_as_bucket_view", lambda model: model.gradient_as_buc
 _STATIC = of_model("static_graph", lambda model: model.static_graph)
 _UNUSED = of_model("parameters that some ranks do not use", lambda model: model.find_unused_parameters)
 _SUBGROUP = of_model("subgroups", lambda model: model.process_group.size() < dist.get_world_size())
-_WORDS = model_with("embeddings only", _is_of_words)
 _LONG = model_with("above 64 Ki elements", _is_long)
 _NOT_FIRST = of_model("ranks other than the first", lambda model: dist.get_rank(model.process_group) > 0)
 _UNUSED_BY_ALL = When("parameters that no rank uses", lambda self, *args, **kwargs: self.find_unused_parameters)

@@ -181,7 +181,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     mesh = mesh_of(rank, dimensions)
     with Findings() as findings:
         for how, chosen in _WAYS.items():
-            row = {**{name: values[0] for name, values in _OPTIONS.items()}, "dimensions": dimensions, **chosen}
+            row = {**_DEFAULTS, "dimensions": dimensions, **chosen}
             subject = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
             got = _trained(training, rank, mesh, row, subject, findings, later=1)
             if got is None:
@@ -442,6 +442,7 @@ last of the `windows`, which are micro-batches. `ignored` excludes a parameter, 
 `kept_between` keeps the parameters after the backward pass of other micro-batches than the last. Without a `root`,
 each layer is a root of its own, and shares its streams with the others.
 """
+_DEFAULTS = {name: values[0] for name, values in _OPTIONS.items()}
 _WAYS: Mapping[str, dict[str, Any]] = {
     "resharding on": {"reshard_after_forward": 2, "ahead": "in order"},
     "resharding off, from DTensors": {"reshard_after_forward": False, "dtensors": True}
@@ -480,8 +481,7 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
     that together add up micro-batches before replicas."""
     wanted = own_results(training, one_device(training, scale=scale_of(rank.size)), rank)
     with Findings() as findings:
-        plain = {name: values[0] for name, values in _OPTIONS.items()}
-        summed_late = {**plain, "dimensions": 2, "until_last": "set_requires_all_reduce", "windows": 4}
+        summed_late = {**_DEFAULTS, "dimensions": 2, "until_last": "set_requires_all_reduce", "windows": 4}
         for row in (summed_late, *drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8)):
             subject = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
             mesh = mesh_of(rank, row["dimensions"])
