@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 from mgpu_check.diagnosis.observations import KINDS, Relations, Result
 from mgpu_check.errors import CheckFailure, NotCompared, RankFailure, RankHang, ScalingMismatch
@@ -22,7 +23,16 @@ from mgpu_check.models.application import ModelSettings
 from mgpu_check.models.inputs import with_long_sequences
 from mgpu_check.models.targets import UnusableModel
 from mgpu_check.models.training import Training, costs_of, inspected
-from mgpu_check.models.training_options import HALVES, SYNCHRONIZED, UNTIED, UNUSED, Setting, described, settings_for
+from mgpu_check.models.training_options import (
+    FIXED,
+    HALVES,
+    SYNCHRONIZED,
+    UNTIED,
+    UNUSED,
+    Setting,
+    described,
+    settings_for,
+)
 from mgpu_check.models.verdict import OptionFailure, WayResult
 from mgpu_check.models.ways import ONE_DEVICE, Way, way_of
 from mgpu_check.oracles.pairs import fewest_options
@@ -34,6 +44,22 @@ _HALVES_DIFFER = (
     "so does one device that takes the batch in halves: the model computes over samples of a batch, or draws or counts "
     "in each call"
 )
+
+
+class OutOfTime(BaseException):
+    """The time of the examination has passed. It is no Exception: a diagnosis without some of its runs may be wrong."""
+
+
+class _Timed:
+    """The ranks of an examination, until its limit. A call that has begun is not interrupted."""
+
+    def __init__(self, examination: Examination) -> None:
+        self._examination = examination
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("run", "_run_apart") and time.monotonic() >= self._examination.limit:
+            raise OutOfTime
+        return getattr(self._examination.ranks, name)
 
 
 def _column(result: Result) -> str:
@@ -49,7 +75,7 @@ class Examination:
 
     def __init__(self, ranks: RanksFixture, settings: ModelSettings, simulated: bool) -> None:
         self.ranks, self.settings, self.compiles = ranks, settings, not simulated
-        self.ends = time.monotonic() + settings.model_time
+        self.ends = self.limit = time.monotonic() + settings.model_time
         target, batch, loss = settings.model_target or "", settings.model_batch or "", settings.model_loss or ""
         try:
             self.recipe, self.traits = ranks.run(inspected, target, batch, loss, size=1)[0]
@@ -59,9 +85,10 @@ class Examination:
             raise
         self.bases: dict[str, Setting] = {}  # way that is equal -> the options that it needs
         self.failing: dict[str, list[Setting]] = {}  # way -> the smallest settings that fail, or differ on one device
-        self.expectations: dict[tuple[str, Training], Expectations] = {}
+        self.expectations: dict[Training, Expectations] = {}  # of one device -> its results, which all ways share
         self.outcomes: dict[tuple[str, Setting], WayResult] = {}
         self.alone = WayResult(ONE_DEVICE.name, "equal", devices=1)
+        self._passed = f"the time of {settings.model_time:g} s has passed"
         self.options_tried = 0  # number of ways that were tried with options
 
     def try_way(self, name: str) -> tuple[WayResult, BaseException | None]:
@@ -72,7 +99,7 @@ class Examination:
         if not result.reason and self.ranks.size < way.devices:
             result.reason = f"it needs {way.devices} devices, and --gpus={self.ranks.size}"
         if not result.reason and time.monotonic() >= self.ends:
-            result.status, result.reason = "not tried", f"the time of {self.settings.model_time:g} s has passed"
+            result.status, result.reason = "not tried", self._passed
         if result.reason:
             return result, None
         error = self._tried(way, (), result)
@@ -83,7 +110,7 @@ class Examination:
             self.bases[name] = ()
             # The costs of a step are unknown if it fails by then.
             for trained, row in ((ONE_DEVICE, self.alone), (way, result)):
-                with contextlib.suppress(RankFailure, RankHang):
+                with contextlib.suppress(RankFailure, RankHang, OutOfTime):
                     if not row.memory:
                         trials, scenarios = self._trials(trained, ())
                         costs = trials.run_on_ranks(trials.program, scenarios[0], by=costs_of)
@@ -96,17 +123,24 @@ class Examination:
         """Look for a change of the model that makes the way equal. Return the error with the reason."""
         norms, tied = self.traits.batch_norms, self.traits.tied
         shown = ", ".join(norms[:2]) + ", …" * (len(norms) > 2)
+        batches = f"batch norm ({shown}) uses the samples of its {'replica' if way.single_process else 'rank'} alone"
         reasons = {
-            SYNCHRONIZED: f"batch norm ({shown}) uses the samples of its rank alone",
+            SYNCHRONIZED: batches,
+            FIXED: batches,
             UNUSED: "a rank does not use all parameters in a step",
             UNTIED: f"{' and '.join(tied[0]) if tied else ''} are one tensor on one device, and several here",
         }
-        applies = {SYNCHRONIZED: norms and not way.single_process, UNUSED: way.name == "ddp", UNTIED: tied}
+        applies = {
+            SYNCHRONIZED: norms and not way.single_process,
+            FIXED: norms,
+            UNUSED: way.name == "ddp",
+            UNTIED: tied,
+        }
         for setting in filter(applies.get, reasons):
             if self._outcome(way, setting).status != "equal":
                 continue
             result.reason = f"{reasons[setting]}: it is equal with {described(setting)}"
-            if setting != UNTIED:  # a user wants weights tied
+            if setting not in (FIXED, UNTIED):  # no user trains so
                 self.bases[way.name], result.base = setting, described(setting)
             return ScalingMismatch(f"{self.traits.name} under {way.name}: {result.reason}")
         return self._diagnosed(way, (), result, error)
@@ -116,11 +150,21 @@ class Examination:
         if result.status != "differs":
             return error
         before = {column for column in result.columns if result.columns[column] == "differs"} - {"evaluation"}
-        trials, scenarios = self._trials(way, setting, diagnose=True, evaluates=not before)
-        failed = next(filter(None, map(trials.run, scenarios)), None)
-        if failed is None:
+        now, limit = time.monotonic(), self.limit
+        self.limit = now + (limit - now) / 2  # the other ways need time, too
+        try:
+            trials, scenarios = self._trials(way, setting, diagnose=True, evaluates=not before)
+            failed = next(filter(None, map(trials.run, scenarios)), None)
+            if failed is None:
+                return error
+            report = mismatch_of(trials, failed, [failed.scenario.world_size])
+        except OutOfTime:
+            result.reason += (
+                f"; the time did not suffice to explain it: give more than --time={self.settings.model_time:g}s"
+            )
             return error
-        report = mismatch_of(trials, failed, [failed.scenario.world_size])
+        finally:
+            self.limit = limit
         result.site = report.site
         if failed.relations is not None:
             result.reason = _first_wrong(failed.relations)
@@ -143,6 +187,9 @@ class Examination:
                 if failed is not None:
                     return self._failed(failed, result)
             trials.finish([scenarios[0].place], {})
+        except OutOfTime:
+            result.status, result.reason = "not tried", self._passed
+            return None
         except (NotCompared, ValueError) as error:
             result.status, result.reason = "not compared", first_line(error)
             return error
@@ -176,10 +223,11 @@ class Examination:
         training = Training(self.settings.model_target or "", recipe, way.name, setting, evaluates)
         world = 1 if way is ONE_DEVICE else way.devices
         program, name = training.program, f"{self.traits.name} under {way.name}"
-        kept = self.expectations.setdefault((way.name, training.reference), Expectations(self.ranks, program))
-        kept.ranks = self.ranks  # the fixture of the current test
-        trials = Trials(self.ranks, program, frozenset(KINDS), None, name, None if diagnose else kept)
+        ranks = cast(RanksFixture, _Timed(self))
+        kept = self.expectations.setdefault(training.reference, Expectations(ranks, program))
+        trials = Trials(ranks, program, frozenset(KINDS), None, name, None if diagnose else kept)
         trials.remarks, trials.defined = False, self.traits.defined
+        trials.is_ambiguous = True  # most models have norms, whose equal values do not show who has which slice
         # Three steps show all that options do; a failure is diagnosed in one step, if it is there.
         once = Scenario(world, _PER_RANK * world, mesh=way.mesh)
         return trials, [once, replace(once, steps=3)][bool(setting) and not diagnose :]
@@ -189,7 +237,7 @@ class Examination:
         way, base = way_of(name, self.traits), self.bases[name]
         result = WayResult(name, "equal")
         now = time.monotonic()
-        ends = now + max(0.0, self.ends - now) / (len(self.bases) - self.options_tried)
+        ends = self.limit = now + max(0.0, self.ends - now) / (len(self.bases) - self.options_tried)
         self.options_tried += 1
         self.outcomes[name, base] = result
         settings = deque(settings_for(name, self.traits, self.compiles, base))
@@ -213,6 +261,9 @@ class Examination:
     def _compared(self, way: Way, base: Setting, setting: Setting, result: WayResult) -> Setting | None:
         """Compare a setting, and add it to the result. Return the fewest options that fail; None if it is equal."""
         outcome = self._outcome(way, setting)
+        if outcome.status == "not tried":
+            result.untried += 1
+            return None
         if outcome.status == "not compared":
             result.untried += 1
             result.not_compared.append(f"{described(setting)}: {outcome.reason}")
@@ -228,7 +279,9 @@ class Examination:
         smallest = tuple(fewest_options(dict(setting), fails).items())
         alone = tuple(pair for pair in smallest if pair not in base)
         failed, control = self._outcome(way, smallest), self._outcome(ONE_DEVICE, alone)
-        if control.status != "equal":
+        if control.status == "not tried":  # whether the way is to blame is not known
+            result.untried += 1
+        elif control.status != "equal":
             result.on_one_device.append(f"{described(alone)} {control.status} on one device, too: {control.reason}")
         else:
             result.settings += 1

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -164,19 +165,43 @@ def recipe_of(model: nn.Module, target: str, batch: str = "", loss: str = "") ->
     loss = loss or next((f"{place}:{name}" for name in _LOSSES if name in beside), "")
     candidates: Iterator[tuple[Input, ...]] = iter([()]) if batch else _candidates(model)
     problems: list[str] = []
+    thin: Recipe | None = None
     for inputs in itertools.islice(candidates, 64):
         recipe = Recipe(inputs, batch=batch, loss=loss)
         try:
-            return _completed(model, recipe)
+            with _normalized(model) as counts:
+                recipe = _completed(model, recipe)
+            if batch or min(counts, default=_SAMPLES) >= 2 * _SAMPLES:
+                return recipe
+            thin = thin or recipe
         except Exception as error:  # code of the user and of libraries raises anything
             if batch:
                 raise
             problems.append(f"{'; '.join(map(str, inputs))}: {type(error).__name__}: {first_line(error)}")
+    if thin is not None:
+        return thin
     latest = "\n".join(f"  {problem:.160}" for problem in problems[:4])
     raise UnusableModel(
         f"no inputs for {type(model).__name__} are known; {len(problems)} were tried, at first:\n{latest}\n"
         "give --batch=module:function, where function(n) returns n samples as a mapping of arguments"
     )
+
+
+@contextlib.contextmanager
+def _normalized(model: nn.Module) -> Iterator[list[int]]:
+    """Give a list that gets the number of values of a channel that each batch norm normalizes."""
+    counts: list[int] = []
+
+    def note(layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        counts.append(inputs[0].numel() // inputs[0].shape[1])
+
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    handles = [norm.register_forward_pre_hook(note) for norm in norms]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _completed(model: nn.Module, recipe: Recipe) -> Recipe:

@@ -24,7 +24,7 @@ from mgpu_check.models.training_options import PARTS, Setting, adapt, autocast, 
 from mgpu_check.models.traits import Traits, traits_of
 from mgpu_check.models.ways import MICRO_BATCHES, context_of, divide, part_of, shard, way_of
 
-_OF_REFERENCE = ("optimizer", "clipping", "frozen", "adapters", "autocast", "tied weights")
+_OF_REFERENCE = ("optimizer", "clipping", "frozen", "adapters", "autocast", "tied weights", "batch norm statistics")
 """Options that change what one device computes."""
 
 

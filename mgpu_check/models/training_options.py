@@ -75,12 +75,17 @@ where a gradient is small, so nothing could be compared. Torch 2.13 refuses the 
 torch/csrc/distributed/c10d/reducer.cpp; distributed/optim/zero_redundancy_optimizer.py, whose state is to be
 consolidated first; torch/utils/checkpoint.py, as a stage asks for the gradient of its input."""
 
+_RATE = 0.002
+"""Learning rate: steps that small leave a network near its first state, where rounding flips few of its ReLUs."""
+
 SYNCHRONIZED: Setting = (("batch norm", "SyncBatchNorm"),)
 UNUSED: Setting = (("graph", "find_unused_parameters"),)
 PARTS: Mapping[str, tuple[int, ...]] = {"2 micro-batches": (1, 1), "micro-batches of 3 to 1": (3, 1)}
 """Accumulation -> the sizes of micro-batches, relative to each other."""
 
 HALVES: Setting = (("accumulation", "2 micro-batches"),)
+FIXED: Setting = (("batch norm statistics", "fixed"),)
+"""A control alone, on both sides: batch norms use their running mean and variance."""
 UNTIED: Setting = (("tied weights", "untied"),)
 """A control alone, on both sides: users want their weights tied."""
 
@@ -143,6 +148,10 @@ def prepare(model: nn.Module, options: Mapping[str, str]) -> None:
             chosen = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         for module in chosen:
             module.requires_grad_(False)
+    if "batch norm statistics" in options:
+        for norm in (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)):
+            norm.eval()
+            norm.__class__ = type(type(norm).__name__, (type(norm),), {"train": lambda self, mode=True: self})
     if options.get("batch norm"):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if (kind := options.get("checkpointing")) is not None:
@@ -185,14 +194,14 @@ def optimizer_of(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     name = options.get("optimizer", "")
     if not name:
-        return torch.optim.SGD(trained, lr=0.05, momentum=0.9, foreach=foreach)
+        return torch.optim.SGD(trained, lr=_RATE, momentum=0.9, foreach=foreach)
     if name == "ZeRO":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # torch 2.13 warns of itself at this import
 
-        return ZeroRedundancyOptimizer(trained, torch.optim.SGD, lr=0.05, momentum=0.9)
+        return ZeroRedundancyOptimizer(trained, torch.optim.SGD, lr=_RATE, momentum=0.9)
     if "fused" in name:
-        return torch.optim.AdamW(trained, lr=0.01, fused=True)
-    return torch.optim.AdamW(trained, lr=0.01, foreach="foreach" in name or foreach)
+        return torch.optim.AdamW(trained, lr=_RATE, fused=True)
+    return torch.optim.AdamW(trained, lr=_RATE, foreach="foreach" in name or foreach)
 
 
 def autocast(device: torch.device, options: Mapping[str, str]) -> contextlib.AbstractContextManager[object]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.errors import RankHang
+from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.models import ways
 from mgpu_check.models.application import WAYS, ModelSettings
-from mgpu_check.models.examination import Examination
+from mgpu_check.models.examination import Examination, OutOfTime
 from mgpu_check.models.targets import UnusableModel
 from mgpu_check.models.training_options import _REFUSED, OPTIONS, settings_for
 from mgpu_check.models.traits import Traits
@@ -138,6 +138,17 @@ def test_a_mistake_that_an_option_mends_is_refuted_and_options_are_tried_on_top_
     assert dict(examined.bases["ddp"]) == {"batch norm": "SyncBatchNorm"}
 
 
+@pytest.mark.parametrize(
+    ("way", "control"), [("dp", "batch norm statistics: fixed"), ("fsdp1", "batch norm: SyncBatchNorm")]
+)
+def test_batch_norms_are_to_blame_only_if_a_control_without_their_batches_is_equal(ranks, way, control):
+    examined = examination(ranks, "Convolutions")
+    result, error = examined.try_way(way)
+    assert result.status == "differs" and error is not None
+    assert result.reason.startswith("batch norm (body.1) uses") and result.reason.endswith(f"equal with {control}")
+    assert len(examined.expectations) <= 2, "one device is measured once, and once with fixed statistics"
+
+
 @pytest.mark.slow
 def test_a_failing_setting_is_shrunk_to_the_two_options_that_it_needs(ranks, monkeypatch):
     setting = (("accumulation", "2 micro-batches"), ("autocast", "bfloat16"), ("buckets", "of 1 kB"))
@@ -168,6 +179,22 @@ def test_what_the_time_does_not_suffice_for_is_not_tried(ranks):
     assert (result.status, error) == ("not tried", None)
     examined.bases["ddp"] = ()
     assert examined.try_options("ddp").untried == len(settings_for("ddp", examined.traits, compiles=False))
+    examined.limit = time.monotonic()  # it passes within a way
+    assert examined._outcome(ways.way_of("fsdp2"), ()).status == "not tried"
+
+
+def test_the_explanation_of_a_failure_ends_with_the_time(ranks, monkeypatch):
+    examined = examination(ranks, "Mean", model_time=600.0)
+
+    def diagnosed(*_):
+        examined.limit = 0.0
+        raise OutOfTime
+
+    monkeypatch.setattr("mgpu_check.models.examination.mismatch_of", diagnosed)
+    result, error = examined.try_way("ddp")
+    assert (result.status, type(error)) == ("differs", ScalingMismatch)
+    assert result.reason.endswith("the time did not suffice to explain it: give more than --time=600s")
+    assert examined.limit == examined.ends, "the next way has its time"
 
 
 def test_the_options_of_the_command_name_the_ways_that_there_are():

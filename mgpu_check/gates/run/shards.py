@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +91,10 @@ class Held:
     def wholes(self) -> set[str]:
         """The names of the built tensors that it is part of; its own label if it is placed in none."""
         return {piece.whole for piece in self.slices} if self.slices is not None else {self.built_name or self.label}
+
+
+_WRAPPERS = re.compile(r"_(fsdp_wrapped_module|checkpoint_wrapped_module|orig_mod)\.")
+"""Names that wrappers within a model add; compare's `in_script.models` says where torch defines them."""
 
 
 class Holdings:
@@ -201,7 +206,7 @@ class Holdings:
         for tensor_kind, name, tensor, module, key in named_tensors(self._modules):
             origin = name
             if (id(tensor), name) not in self._names:
-                origin = self._built.get(id(tensor)) or self._origins.get((id(module), key)) or name
+                origin = self._built.get(id(tensor)) or self._origins.get((id(module), key)) or _WRAPPERS.sub("", name)
             held_tensors.append(self._placed(tensor_kind, name, tensor, origin))
         ids_in_model = {id(holding.tensor) for holding in held_tensors}
         flat = {id(view) for holding in held_tensors for view in getattr(holding.tensor, "_params", None) or ()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,7 +46,8 @@ from mgpu_check.torch_hooks.tensors import FLOAT8, digest_of, name_of
 Tolerance = float | Mapping[str, float] | None  # of the user, for all tensors or by name; None to measure it
 
 _KEPT = 64  # most scenarios whose expected results are kept for other world sizes
-_KEPT_ELEMENTS = 100_000_000  # most elements of all kept results together: they take less than a gigabyte
+_KEPT_ELEMENTS = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 64
+"""Most elements of all kept results together: they take at most an eighth of the memory, with 8 bytes each."""
 _PROBES = 3  # further cases that show which parameters a rank uses that has used none
 
 
