@@ -23,7 +23,7 @@ from mgpu_check.simulated.distributed import collectives
 from mgpu_check.simulated.node import active_node
 from mgpu_check.simulated.operators import arithmetic, kernels
 from mgpu_check.simulated.operators.generators import device_of, drawing, owner_of
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in, type_name
+from mgpu_check.simulated.tensor import SUBCLASSES, SimulatedTensor, raw, set_runner, tag, tensors_in, type_name
 from mgpu_check.torch_hooks.tensors import argument_values, written_by
 
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overrideable"})
@@ -95,7 +95,7 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
     operands = []
     for operand in _operands(func, args, kwargs):
         tensor_class = type(operand.tensor)
-        if tensor_class is SimulatedTensor:
+        if tensor_class is SimulatedTensor or tensor_class in SUBCLASSES:
             operands.append(operand)
             continue
         if tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # the class has its own dispatch
@@ -365,14 +365,14 @@ def _device_of(
     mixed = False
     for value in args if not kwargs else (*args, *kwargs.values()):
         value_class = type(value)
-        if value_class is SimulatedTensor:
+        if value_class is SimulatedTensor or value_class in SUBCLASSES:
             if device is None:
                 device = value._dev  # type: ignore[attr-defined]
             elif device is not value._dev:  # type: ignore[attr-defined]
                 mixed = True
         elif value_class is list or value_class is tuple:
             for item in value:  # type: ignore[attr-defined]
-                if type(item) is SimulatedTensor:
+                if type(item) is SimulatedTensor or type(item) in SUBCLASSES:
                     if device is None:
                         device = item._dev
                     elif device is not item._dev:

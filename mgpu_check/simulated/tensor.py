@@ -214,6 +214,10 @@ def _of_sparse(real: torch.Tensor, device: str, requires_grad: bool) -> torch.Te
     return real.to(device).requires_grad_(requires_grad)
 
 
+SUBCLASSES: set[type] = set()
+"""Classes that `Tensor.as_subclass` has made of SimulatedTensor and of a class of the script."""
+
+
 def tag(bare: torch.Tensor, device: torch.device) -> SimulatedTensor:
     """Return a tensor on the simulated ``device`` that shares memory with ``bare``, a plain tensor."""
     if bare.layout is not _strided:

@@ -20,7 +20,7 @@ from mgpu_check.simulated import hardware
 from mgpu_check.simulated.cuda.allocator import is_pinned, pin
 from mgpu_check.simulated.cuda.streams import late_host_copy
 from mgpu_check.simulated.node import active_node, simulated_device, untraced_device
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
+from mgpu_check.simulated.tensor import SUBCLASSES, SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import (
     LAZY,
     TARGET,
@@ -257,6 +257,29 @@ def _type(
     return self.to(device=device, dtype=by_name[short_name], non_blocking=non_blocking)
 
 
+@around
+def _type_as(original: Method, self: torch.Tensor, other: torch.Tensor) -> object:
+    return original(self, other) if active_node() is None else self.to(other)  # it moves to the device of the other
+
+
+@functools.cache
+def _on_device(cls: Any) -> type:
+    made = type(cls.__name__, (cls, SimulatedTensor), {"__module__": cls.__module__})
+    SUBCLASSES.add(made)
+    return made
+
+
+@around
+def _as_subclass(original: Callable[..., Any], self: torch.Tensor, cls: type) -> object:
+    """Return a device tensor of a class of the script, such as the slices of a table in torchrec."""
+    if not isinstance(self, SimulatedTensor) or cls is torch.Tensor or issubclass(cls, SimulatedTensor):
+        return original(self, cls)
+    with torch._C._DisableTorchDispatch():  # the alias would be a device tensor already, which cannot change its class
+        out = original(self, _on_device(cls))
+    out._dev = self._dev
+    return out
+
+
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
     torch.int64, torch.bool,
@@ -389,7 +412,7 @@ def _check_grad_device(mine: torch.device, gradient_device: torch.device) -> Non
 
 
 def install_methods(patches: Patches) -> None:
-    for wrap in (_to, _cuda, _cpu, _type, _copy_, _pin_memory, _is_pinned):
+    for wrap in (_to, _cuda, _cpu, _type, _type_as, _as_subclass, _copy_, _pin_memory, _is_pinned):
         patches.wrap(torch.Tensor, wrap.__name__[1:], wrap)
     patches.replace(torch.autograd.grad, _gradients(torch.autograd.grad))
     patches.set(torch.Tensor, "data", _data(_base.data))

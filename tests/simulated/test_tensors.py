@@ -204,3 +204,17 @@ def test_profilers_see_the_host_and_ask_no_driver(capfd):
     with torch.autograd.profiler.emit_nvtx():
         (x * 2).sum().backward()
     assert "Failed to record CUDA event" not in capfd.readouterr().err
+
+
+class Rows(torch.Tensor):
+    """As torchrec has slices of its tables."""
+
+
+def test_a_tensor_of_a_class_of_the_script_is_on_its_device(node):
+    whole = torch.ones(4, 2, device="cuda:1", requires_grad=True)
+    part = torch.zeros(3).type_as(whole)[:, None] + whole[1:].as_subclass(Rows)
+    assert isinstance(whole[1:].as_subclass(Rows), Rows) and part.device == torch.device("cuda:1")
+    part.as_subclass(torch.Tensor).sum().backward()
+    assert whole.grad.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]] and whole.grad.is_cuda
+    with pytest.raises(RuntimeError, match="on the same device"):
+        whole[1:].as_subclass(Rows) + torch.ones(3, 2)
