@@ -737,7 +737,8 @@ def _value(option: ScriptArgument, documented: Mapping[str, tuple[str, str]]) ->
 def _sizes(entry: TrainingScript, user_arguments: Sequence[str]) -> list[tuple[ScriptArgument, _Fit]]:
     """Return the options that set the size of the global batch, each with its row."""
     split = [option for option in entry.options if option.variable in entry.divided]
-    accumulated, batch = _fitting(_ACCUMULATION, split), _fitting(_BATCH, entry.options)
+    of_a_rank = [option for option in entry.options if not option.of_all_ranks]
+    accumulated, batch = _fitting(_ACCUMULATION, split), _fitting(_BATCH, of_a_rank)
     if accumulated and batch and not (accumulated.is_in(user_arguments) or batch.is_in(user_arguments)):
         # So that one device, with as many micro-batches as a rank, can be given their samples.
         return [(accumulated, _MICRO_BATCHES), (batch, _BATCH)]

@@ -29,6 +29,8 @@ from mgpu_check.processes.environments import VARIABLES, simulating, with_this_p
 
 _TRAINER = re.compile(r"\w*Trainer")
 _TRAINS = re.compile(r"(.*\.)?(\w*trainer\.(fit|train)|LightningCLI)", re.IGNORECASE)
+_OF_ALL = re.compile(r"\b(total|global|all (gpus|ranks|devices|processes|workers))\b", re.IGNORECASE)
+_OF_ONE = re.compile(r"\b(per|each|every|one)[ -](gpu|rank|device|process|worker)", re.IGNORECASE)
 _RANKS = re.compile(r"world|n_?gpus?|num_gpus|nprocs|num_processes|replicas|ranks", re.IGNORECASE)
 
 
@@ -42,6 +44,7 @@ class ScriptArgument:
     names: tuple[str, ...] = ()  # all its names, as "-b" and "--batch-size"
     subcommand: bool = False  # it is the name of a subcommand, which has further arguments
     choices: tuple[str, ...] = ()  # the words that it takes, if its parser lists them
+    of_all_ranks: bool = False  # its help says that it counts for all ranks together
     unset: bool = False  # its default is for users to replace, such as "/path/to/imagenet"
 
     def is_in(self, words: Sequence[str]) -> bool:
@@ -254,7 +257,7 @@ def _of_argparse(parser: argparse.ArgumentParser) -> Iterator[ScriptArgument]:
         elif action.nargs != 0:
             integer = action.type is int or (action.type is None and type(action.default) is int)
             spellings = action.option_strings or [action.dest]
-            argument = _argument(spellings, action.required, integer, action.choices)
+            argument = _argument(spellings, action.required, integer, action.choices, action.help)
             yield replace(argument, unset=_UNSET.search(str(action.default)) is not None)
 
 
@@ -264,10 +267,14 @@ def _of_click(command: Any) -> Iterator[ScriptArgument]:
     for parameter in command.params:
         if not getattr(parameter, "is_flag", False) and not getattr(parameter, "count", False):
             kind = parameter.type
-            yield _argument(parameter.opts, parameter.required, kind.name == "integer", getattr(kind, "choices", None))
+            choices, text = getattr(kind, "choices", None), getattr(parameter, "help", None)
+            yield _argument(parameter.opts, parameter.required, kind.name == "integer", choices, text)
 
 
-def _argument(spellings: Sequence[str], required: bool, integer: bool, choices: object) -> ScriptArgument:
+def _argument(
+    spellings: Sequence[str], required: bool, integer: bool, choices: object, text: str | None
+) -> ScriptArgument:
     name = max(spellings, key=lambda word: (word.startswith("--"), len(word)))
     words = tuple(map(str, choices)) if isinstance(choices, Collection) and len(choices) < _MOST_CHOICES else ()
-    return ScriptArgument(name, required, integer, tuple(spellings), choices=words)
+    of_all = bool(_OF_ALL.search(text or "")) and not _OF_ONE.search(text or "")
+    return ScriptArgument(name, required, integer, tuple(spellings), choices=words, of_all_ranks=of_all)

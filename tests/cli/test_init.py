@@ -189,6 +189,7 @@ def test_the_current_directory_installs_nothing(repository, tmp_path, monkeypatc
             ["--batch_size={8/W}", "1", "1"],
         ),
         (options('"epochs", type=int', '"path"', '"--bs"'), ["--bs={8/W}"]),  # "1 data" would be a guess
+        (options('"--batch", help="Total batch size"', '"--n", help="Per GPU"'), ["--batch=8"]),
         (options('"--devices", type=int', '"--gpus"', '"--seed"'), ["--seed=1", "--devices={W}"]),
     ],
 )
