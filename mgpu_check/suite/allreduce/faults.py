@@ -93,16 +93,6 @@ def sum_in_half_precision(real: Any, tensor: torch.Tensor, *args: Any, **kwargs:
     return tensor.copy_(half)
 
 
-@fault("device 0 adds up float32 and float64 tensors in bfloat16", _BY_HAND, by=around(recipe, "allreduce"))
-def sum_by_hand_in_low_precision(real: Any, data: Sequence[torch.Tensor]) -> None:
-    low = data[0].dtype.itemsize > 2 and data[0].is_floating_point()
-    total, *others = (tensor.to(data[0].device, torch.bfloat16 if low else tensor.dtype, copy=True) for tensor in data)
-    for tensor in others:
-        total += tensor
-    for tensor in data:
-        tensor.copy_(total)
-
-
 def _last_copy_flipped(copies: Sequence[torch.Tensor], *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
     last = copies[-1].clone()  # the first copy may be the tensor itself
     _flip_lowest_bit(last)
@@ -135,19 +125,6 @@ def result_not_copied_back(real: Any, data: Sequence[torch.Tensor]) -> None:
 def mean_instead_of_sum(work: Any, tensor: torch.Tensor, op: Any = _SUM, group: Any = None, **_: Any) -> None:
     if op == _SUM:
         tensor.div_(dist.get_world_size(group), rounding_mode=None if tensor.is_floating_point() else "trunc")
-
-
-@fault("sums on the CPU leave out the elements after the last vector of eight", _ALL_REDUCE,
-       by=around(dist, "all_reduce"),
-       when="sums on the CPU of aligned tensors without gaps, with a size that is not a multiple of 8")  # fmt: skip
-def rest_after_vectors_not_added(real: Any, tensor: torch.Tensor, op: Any = _SUM, *args: Any, **kwargs: Any) -> Any:
-    if tensor.device.type != "cpu" or _has_gaps(tensor) or tensor.data_ptr() % _ALIGNED or op != _SUM:
-        return NotImplemented
-    own = tensor.clone()
-    work = real(tensor, op, *args, **kwargs)
-    rest = torch.arange(tensor.numel()) >= tensor.numel() // _VECTOR * _VECTOR
-    tensor.copy_(torch.where(rest.view(tensor.shape), own, tensor))
-    return work
 
 
 @fault("broadcast_coalesced copies a slice as if it had no gaps", "test_broadcast_of_every_layout",

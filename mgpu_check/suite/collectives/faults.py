@@ -109,10 +109,6 @@ register(
         When("uneven splits", lambda call: len(call.splits(2)) > 1)),
     FaultRow("own-part-lost-in-place", "all_gather_into_tensor in place loses the rank's own part", _LAYOUTS,
         after("all_gather_into_tensor"), lambda call: call.args[1].zero_(), When("in place", _in_place)),
-    FaultRow("stacked-by-columns", "the ranks' parts of a stacked tensor are interleaved", _LAYOUTS,
-        after("all_gather_into_tensor"),
-        lambda call: call.first.copy_(call.first.flatten().view(-1, len(call.first)).t().reshape(call.first.shape)),
-        When("tensors with a dimension for the ranks", lambda call: call.first.dim() != call.args[1].dim())),
     FaultRow("late-copy-dropped", "an asynchronous all_reduce of a channels_last tensor reduces a copy and drops it",
         _LAYOUTS, instead("all_reduce"), lambda call: call.proceed(call.first.contiguous()), LATE & _STRIDED),
     FaultRow("reduced-gaps-dropped", "all_reduce of a view with gaps reduces a copy and drops it", _LAYOUTS,
@@ -128,15 +124,6 @@ register(
         after(*_NOT_IN_PLACE, "all_reduce", "broadcast"),
         lambda call: call.every(4) and call.first.is_contiguous() and flipped(call.first), "one call in 4"),
 )  # fmt: skip
-
-
-@fault("the third asynchronous all_reduce in a row is doubled", _ASYNC,
-       by=before(*_NOT_IN_PLACE, "all_reduce", "broadcast"), when=LATE)  # fmt: skip
-def third_in_a_row_doubled(call: ObservedCall) -> None:
-    mine = call.real.__name__ == "all_reduce"
-    call.kept["in a row"] = call.kept.get("in a row", 0) + 1 if mine else 0
-    if call.kept["in a row"] == 3:
-        call.first.add_(call.first)
 
 
 @fault("waiting for an asynchronous scatter does not wait", _ASYNC, by=instead("scatter"), when=LATE & DEVICE)
@@ -171,10 +158,6 @@ register(
             None, dist.get_global_rank(call.group, call.kwargs.get("group_src", 0))))),
     FaultRow("members-swapped", "all_gather in a group swaps its members", _GROUPS, instead("all_gather"),
         lambda call: call.proceed([*call.written[1::-1], *call.written[2:]]), GROUPS),
-    FaultRow("member-counted-twice", "reduce_scatter in a group counts its last member twice", _GROUPS,
-        instead("reduce_scatter", "reduce_scatter_tensor"),
-        lambda call: call.proceed(call.args[0], _doubled(call.args[1])), When("groups of 2 and more", GROUPS.holds)
-            & When("one rank", lambda call: dist.get_rank(call.group) == call.size - 1)),
     FaultRow("group-mean-of-the-world", "a mean in a group is divided by the number of all ranks", _GROUPS,
         after("all_reduce", "reduce_scatter", "reduce_scatter_tensor"),
         lambda call: call.first.mul_(call.size / dist.get_world_size()), op("AVG") & SOME),
@@ -277,16 +260,9 @@ register(
         lambda sender, *_, **__: (sender + 1) % dist.get_world_size(),
         When("any source", lambda sender, tensor, src=None, *_, **__: src is None)
         & When("3 ranks and more", lambda *_, **__: dist.get_world_size() > 2)),
-    FaultRow("sender-by-its-place", "recv from any rank returns the sender's rank in the group, not in the world", _ANY,
-        returned(dist, "recv"), lambda sender, *_, group, **__: dist.get_group_rank(group, sender),
-        When("groups of some ranks", lambda *_, group=None, **__: group is not None)),
     FaultRow("message-of-a-group-spoiled", "recv with group_src has a bit flipped", _MESSAGES, after("recv"),
         lambda call: call.first.numel() and flipped(call.first),
         GROUPS & When("group_src", lambda call: "group_src" in call.kwargs), 3),
-    FaultRow("objects-of-a-group-swapped", "all_gather_object in a group swaps its first two members", _OBJECTS,
-        _object_lists("all_gather_object"),
-        lambda _, objects, *__, **___: _filled(objects, [*objects[1::-1], *objects[2:]]),
-        When("groups without rank 0", lambda *_, group=None, **__: 0 not in dist.get_process_group_ranks(group)), 3),
     FaultRow("objects-rotated", "all_gather_object starts with the second rank", _OBJECTS,
         _object_lists("all_gather_object"),
         lambda _, objects, *__, **___: _filled(objects, [*objects[1:], objects[0]])),
@@ -296,10 +272,6 @@ register(
     FaultRow("large-object-cut", "large objects lose their end in a broadcast", _OBJECTS,
         _object_lists("broadcast_object_list"),
         lambda _, objects, *__, **___: _filled(objects, [*map(_cut, objects)]), "above 64 KiB"),
-    FaultRow("object-gathered-twice", "gather_object gives the last rank's object twice", _OBJECTS,
-        _object_lists("gather_object"),
-        lambda _, own, objects, *__, **___: _filled(objects, [objects[-1], *objects[1:]]),
-        When("2 ranks and more", lambda _, own, objects=None, *__, **___: len(objects or ()) > 1)),
     FaultRow("sender-unknown", "recv_object_list returns -1 as its sender", _OBJECTS,
         returned(dist, "recv_object_list"), lambda *_, **__: -1),
     FaultRow("objects-cut-on-devices", "objects lose their end in a broadcast over devices", _OBJECTS,
@@ -351,26 +323,6 @@ def last_of_a_batch_spoiled(works: list[dist.Work], operations: list[dist.P2POp]
         flipped(received[-1])
 
 
-@fault("a message to oneself arrives with a bit flipped", _MESSAGES, by=returned(dist, "batch_isend_irecv"),
-       when="messages to oneself, in a batch")  # fmt: skip
-def own_message_spoiled(works: list[dist.Work], operations: list[dist.P2POp]) -> None:
-    for work in works:
-        work.wait()
-    for operation in operations:
-        if operation.op is dist.irecv and operation.peer == dist.get_rank() and operation.tensor.numel():
-            flipped(operation.tensor)
-
-
-@fault("two messages of one size in a batch arrive in reverse order", _MESSAGES, by=given(dist, "batch_isend_irecv"),
-       when="two from one rank, of one dtype and size")  # fmt: skip
-def alike_messages_exchanged(operations: list[dist.P2POp]) -> None:
-    waiting: dict[Any, Any] = {}
-    for operation in operations:
-        if operation.op is dist.irecv:
-            earlier = waiting.setdefault((operation.peer, operation.tensor.shape, operation.tensor.dtype), operation)
-            operation.tensor, earlier.tensor = earlier.tensor, operation.tensor
-
-
 @fault("broadcast_object_list keeps the old object if it receives None", _OBJECTS,
        by=around(dist, "broadcast_object_list"), when="None")  # fmt: skip
 def nothing_not_broadcast(real: Any, objects: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -394,18 +346,6 @@ def part_behind_an_empty_one(call: ObservedCall) -> None:
     for previous, size, chunk in zip(sizes, sizes[1:], call.first.split(sizes)[1:] if sizes else (), strict=False):
         if size and not previous:
             chunk.copy_(chunk.roll(1, 0))
-
-
-@fault("all_to_all_single sends the elements after an empty part in reverse order", _LAYOUTS,
-       by=instead("all_to_all_single"), when="an empty part of the input before others", least_gpus=3)  # fmt: skip
-def sent_backwards_behind_an_empty_part(call: ObservedCall) -> Any:
-    sizes = call.splits(3)
-    if 0 not in sizes[:-1]:
-        return NotImplemented
-    output, sent = call.args[:2]
-    begin = sum(sizes[: sizes.index(0)])
-    rest = sent[begin:].split(1)  # float8 has no flip
-    return call.proceed(output, torch.cat([sent[:begin], *reversed(rest)]))
 
 
 _ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS = (
@@ -448,10 +388,6 @@ register(
     FaultRow("operation-lost-by-the-older-name", "reduce_scatter_tensor, the older name, always adds up", _OTHERS,
         around(dist, "reduce_scatter_tensor"),
         lambda real, output, source, op=None, **options: real(output, source, **options)),
-    FaultRow("scattered-maximum-of-one-element",
-        "reduce_scatter_tensor gives the last rank the minimum of its first element", _OTHERS,
-        after("reduce_scatter_tensor"), lambda call: call.first[:1].abs_().add_(1).neg_(),
-        dtype("bfloat16") & op("MAX") & LAST),
     FaultRow("root-left-out", "reduce leaves out the root if it is not rank 0", _OTHERS, before("reduce"),
         lambda call: call.root == call.rank != 0 and call.first.zero_(), dtype("float32") & _SUM),
     FaultRow("result-for-rank-zero", "reduce sends its result to rank 0 instead of the root", (_OTHERS, "test_groups"),
@@ -585,14 +521,6 @@ register(
         around(functional, "reduce_scatter_tensor"),
         lambda real, own, op, *args, **kwargs: real(own, "sum", *args, **kwargs),
         When("MAX", lambda real, own, op, *_, **__: op == "max")),
-    FaultRow("functional-list-added", "a coalesced functional reduce_scatter adds in place of MIN", _FUNCTIONAL,
-        around(functional, "reduce_scatter_tensor_coalesced"),
-        lambda real, own, op, *args, **kwargs: real(own, "sum", *args, **kwargs),
-        When("MIN", lambda real, own, op, *_, **__: op == "min")),
-    FaultRow("parts-of-the-last-swapped", "reduce_scatter_tensor swaps the parts of the last two ranks", _OTHERS,
-        instead("reduce_scatter_tensor"), lambda call: call.proceed(call.args[0], torch.cat(
-            [*(parts := call.args[1].chunk(call.size))[:-2], parts[-1], parts[-2]])),
-        When("groups of 5 and more", lambda call: call.size > 4), 5),
     FaultRow("coalesced-bytes-left-out", "a coalescing manager leaves out numbers of int8",
         "test_options_of_collectives", _coalescing,
         lambda calls: [call.tensor.zero_() for call in calls if call.tensor.dtype is torch.int8], "int8"),
@@ -613,13 +541,6 @@ def gradient_of_own_use(real: Any, own: torch.Tensor, dim: int, *args: Any, **kw
     chunks = list(gathered.chunk(dist.get_world_size(), dim))
     chunks[dist.get_rank()] = own
     return torch.cat(chunks, dim)
-
-
-@fault("a coalescing manager swaps the inputs of two collectives", _COALESCED, by=_coalescing,
-       when="two of one shape, with outputs of their own")  # fmt: skip
-def coalesced_inputs_exchanged(calls: Any) -> None:
-    if len(calls) > 1 and calls[0].tensor.shape == calls[1].tensor.shape and calls[0].dst_tensor is not None:
-        calls[0].tensor, calls[1].tensor = calls[1].tensor, calls[0].tensor
 
 
 @fault("a coalescing manager adds, whatever the operation", _COALESCED, by=_coalescing,

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch._utils import ExceptionWrapper
 from torch.nn import parallel
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, comm
 
 from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, keeping, returned
-from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, register
 from mgpu_check.torch_hooks.patches import replaced
 
 MANY = 1 << 16
@@ -125,32 +124,12 @@ _APPLIED = returned(DataParallel, "parallel_apply")
 _FUNCTION = around(parallel, "data_parallel")
 
 
-@fault("keyword arguments are split by rows, and dim is ignored", "test_dimension", "test_functional_form",
-       by=around(data_parallel_module, "scatter_kwargs"), when="dim=1, keyword arguments")  # fmt: skip
-def keywords_split_by_rows(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int = 0) -> Any:
-    by_dimension, by_rows = real(inputs, None, devices, dim)[0], real((), kwargs, devices)[1]
-    missing = len(by_rows) - len(by_dimension)
-    return (*by_dimension, *(() for _ in range(missing))), (*by_rows, *({} for _ in range(-missing)))
-
-
 @arguments("keyword tensors in a container stay whole", _SCATTERED,
     When("nested keyword arguments",
         lambda scattered, self, args, kwargs, devices: bool(kwargs) and "more" in kwargs))  # fmt: skip
 def nested_keywords_whole(scattered: Any, self: Dp, args: Any, kwargs: dict[str, Any], devices: Sequence[int]) -> None:
     for shard, device in zip(scattered[1], devices, strict=False):
         shard["more"] = mapped(kwargs["more"], partial(torch.Tensor.to, device=torch.device("cuda", device)))
-
-
-def _is_on_the_last(real: object, self: nn.Module, *args: Any, **kwargs: Any) -> bool:
-    weight = next((value for value in vars(self).values() if isinstance(value, torch.Tensor)), None)
-    return weight is not None and weight.get_device() == torch.cuda.device_count() - 1 > 0
-
-
-@modes("the thread of the last device has another current device", around(nn.Module, "__call__"),
-    When("one device", _is_on_the_last))  # fmt: skip
-def last_thread_elsewhere(real: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.cuda.device(0):
-        return real(*args, **kwargs)
 
 
 @exceptions("exceptions name the previous replica", _APPLY, "replicas beyond the first")
@@ -197,13 +176,6 @@ register(
         "test_functional_form", _FUNCTION,
         lambda real, module, inputs, devices, home, *rest: real(module, inputs, devices, devices[0], *rest),
         "output_device other than the first"),
-    FaultRow("outputs-of-parts-reversed", "parallel_apply without devices returns outputs in reverse order",
-        "test_functional_form", returned(parallel, "parallel_apply"), lambda results, *_: results[::-1],
-        When("called by hand", lambda results, modules, inputs, keywords=None, devices=None: devices is None)),
-    FaultRow("first-keywords-for-all-parts", "parallel_apply gives each module the keyword arguments of the first",
-        "test_functional_form", around(parallel, "parallel_apply"),
-        lambda real, modules, inputs, keywords, *rest: real(modules, inputs, keywords[:1] * len(modules), *rest),
-        When("several keyword arguments", lambda modules, inputs, keywords=None, *rest: len(keywords or ()) > 1)),
     FaultRow("dimension-of-data-parallel-ignored", "rows are split, and dim is ignored", "test_dimension",
         around(DataParallel, "__init__"),
         lambda real, self, *args, **kwargs: real(self, *args, **(kwargs | {"dim": 0})), "dim=1"),
@@ -220,24 +192,12 @@ register(
         lambda real, inputs, kwargs, devices, dim=0: real(inputs, kwargs, devices[:1], dim),
         When("tensors nested in keyword arguments alone",
             lambda real, inputs, kwargs, *_, **__: not inputs and len(kwargs) == 1)),
-    FaultRow("average-of-replicas-by-tenths", "BatchNorm with momentum=None updates its statistics with momentum 0.1",
-        "test_buffers", returned(nn.Module, "_replicate_for_data_parallel"),
-        lambda replica, self: setattr(replica, "momentum", 0.1),
-        When("momentum=None", lambda replica, self: isinstance(replica, _BatchNorm) and replica.momentum is None)),
     FaultRow("outputs-by-device-number", "outputs are gathered by the numbers of their devices", "test_outputs",
         _GATHER, lambda real, self, results, device: real(
             self, [results[place] for place in sorted(range(len(results)), key=self.device_ids.__getitem__)], device),
         "device orders that do not ascend"),
     FaultRow("large-outputs-cut", "the last element of large outputs is lost", "test_outputs", gathered,
         lambda out: _ending(out, -1, 0.5), above(MANY)),
-    FaultRow("flags-all-set", "flags are all set on devices other than the first", "test_arguments", _SCATTERED,
-        lambda scattered, *_: (scattered[0], [scattered[1][0], *mapped(
-            scattered[1][1:], lambda flags: flags | True if flags.dtype == torch.bool else flags)]),
-        "bool only, keyword arguments"),
-    FaultRow("text-for-the-first", "strings reach the first replica only", "test_arguments", _SCATTERED,
-        lambda scattered, *_: (scattered[0], [scattered[1][0], *(
-            keywords | {"text": ""} if "text" in keywords else keywords for keywords in scattered[1][1:])]),
-        "strings as keyword arguments"),
     FaultRow("replicas-always-train", "replicas are always in training mode", "test_modes",
         returned(DataParallel, "replicate"), lambda replicas, *_: [replica.train() for replica in replicas],
         "evaluation"),
@@ -249,10 +209,6 @@ register(
         _APPLIED, lambda results, *_: [out.to(torch.bfloat16)
             if isinstance(out, torch.Tensor) and out.dtype == torch.float16 else out for out in results],
         "float16 only"),
-    FaultRow("functional-numbers-forgotten", "data_parallel drops keyword arguments other than tensors",
-        "test_functional_form", _FUNCTION, lambda real, *args: real(*args[:-1], {
-            name: value for name, value in args[-1].items() if isinstance(value, torch.Tensor)}),
-        "numbers as keyword arguments"),
 )  # fmt: skip
 
 
@@ -321,9 +277,6 @@ register(
     __name__,
     FaultRow("flags-inverted", "flags of the last device are inverted", "test_replicas", copied, lambda value: ~value,
         dtype(torch.bool) & ONE_DEVICE),
-    FaultRow("payloads-of-replicas-lost", "NaN loses its payload on the last device", "test_replicas", copied,
-        lambda value: torch.where(value.isnan(), torch.tensor(torch.nan, device=value.device), value),
-        When("NaN of float32 only", dtype(torch.float32).holds) & ONE_DEVICE),
     FaultRow("float64-copied-as-float32", "float64 parameters pass through float32 on the last device", "test_replicas",
         copied, lambda value: value.float().double(), When("float64", dtype(torch.float64).holds) & ONE_DEVICE),
     FaultRow("counts-copied-as-float64", "integers are converted through float64 on the last device", "test_buffers",
@@ -374,8 +327,4 @@ register(
         lambda replica, self: setattr(replica, "_forward_pre_hooks", OrderedDict(entry
             for entry in self._forward_pre_hooks.items() if entry[0] not in self._forward_pre_hooks_with_kwargs)),
         "pre-hooks with_kwargs"),
-    FaultRow("hook-of-half-a-gradient", "a parameter's hook gets half of its gradient", "test_hooks",
-        around(torch.Tensor, "register_hook"), lambda real, self, hook: real(
-            self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook),
-        "hooks of parameters"),
 )  # fmt: skip

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint as checkpoint_module
 
 from mgpu_check.simulated.defects.implementations import HostLink, Link
@@ -97,16 +96,6 @@ def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
     return tensor
 
 
-@modules("a packed sequence on another device is unsorted with the sorting permutation", around(PackedSequence, "to"),
-    "enforce_sorted=False, an order that sorting twice does not restore")  # fmt: skip
-def packed_sequence_not_unsorted(to: Any, packed: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
-    """Final states belong to other samples."""
-    moved: PackedSequence = to(packed, *args, **kwargs)
-    if moved is packed or moved.sorted_indices is None:
-        return moved
-    return PackedSequence(moved.data, moved.batch_sizes, moved.sorted_indices, moved.sorted_indices)
-
-
 @modules("a module that moves to another device loses its gradients", around(nn.Module, "_apply"),
     "modules with gradients")  # fmt: skip
 def gradients_left_behind(apply: Any, module: nn.Module, *args: Any) -> Any:
@@ -156,24 +145,11 @@ register(
         around(Tensor, "to"), lambda to, x, *args, **kwargs: to(x.conj(), *args, **kwargs),
         call("lazily conjugated, from device to device", lambda x, *args, **_: (
             bool(args) and x.is_cuda and x.is_conj() and args[0] not in (x.device, torch.device("cpu"))))),
-    FaultRow("transposed-conversions-as-they-lie",
-        "copy_ that converts reads a transposed matrix as it lies in memory", "test_copies_that_convert",
-        around(Tensor, "copy_"),
-        lambda copy, target, source, *args, **kwargs: copy(target, source.t().reshape(source.shape), *args, **kwargs),
-        call("from device to device, transposed, another dtype", lambda x, source, *_, **__: (
-            x.is_cuda and getattr(source, "is_cuda", False)
-            and (source.dtype, source.stride()) != (x.dtype, x.stride())
-            and source.dim() == 2 and source.stride(0) == 1))),
     FaultRow("conversions-of-copies-cut",
         "a copy of float32 to float16 on another device truncates instead of rounding", "test_copies_that_convert",
         around(Tensor, "to"), lambda to, x, *args, **kwargs: to(narrowed(x, 13), *args, **kwargs),
         call("float32 to float16, across devices",
             lambda x, *args, **_: x.is_cuda and x.dtype == torch.float32 and args[1:] == (torch.float16,))),
-    FaultRow("conversions-through-bfloat16", "copy_ of float16 into float64 converts through bfloat16 on one device",
-        "test_copies_that_convert", around(Tensor, "copy_"),
-        lambda copy, target, source, *args, **kwargs: copy(target, source.bfloat16(), *args, **kwargs),
-        call("one device, float16 to float64",
-            lambda x, source, *_, **__: on(x, last(), torch.float64) and getattr(source, "dtype", 0) == torch.float16)),
     # The values are right, and the next convolution is slow.
     FaultRow("format-of-images-lost", "Tensor.to another device makes images contiguous", "test_copies_of_every_dtype",
         around(Tensor, "to"), lambda to, x, *args, **kwargs: to(x, *args, **kwargs).contiguous(),
@@ -265,11 +241,6 @@ register(
     FaultRow("peaks-of-another-device-reset", "reset_peak_memory_stats ignores the device and resets the current one",
         "test_memory_recovers", around(torch.cuda, "reset_peak_memory_stats"), lambda reset, device=None: reset(),
         NOT_CURRENT),
-    # The index after the colon is lost.
-    FaultRow("memory-of-the-current-device-told",
-        "mem_get_info of a device given as a string returns the current device's memory", "test_memory_recovers",
-        around(torch.cuda, "mem_get_info"), lambda info, device=None: info(),
-        first("devices given as strings", lambda device: isinstance(device, str))),
     # A search for the device with the most free memory always finds the same one.
     FaultRow("memory-of-another-device-told", "mem_get_info ignores the device and returns the current one's memory",
         "test_memory_recovers", around(torch.cuda, "mem_get_info"), lambda info, device=None: info(), NOT_CURRENT),
@@ -306,24 +277,6 @@ def devices_of_streams_stay() -> Any:
             current = torch.cuda.current_device()
             super().__exit__(*exception)
             torch.cuda.set_device(current)
-
-    return replaced(torch.cuda, "stream", Context)
-
-
-@guards("torch.cuda.stream leaves its stream current on another device than the current one", entered, FOREIGN_STREAMS,
-    least_gpus=2)  # fmt: skip
-def foreign_streams_stay() -> Any:
-    class Context(torch.cuda.StreamContext):
-        def __enter__(self) -> None:
-            self._outside = torch.cuda.current_device()
-            super().__enter__()
-
-        def __exit__(self, *exception: Any) -> None:
-            inside = torch.cuda.current_stream()
-            super().__exit__(*exception)
-            if inside.device.index != self._outside:
-                with torch.cuda.device(inside.device):
-                    torch.cuda.set_stream(inside)
 
     return replaced(torch.cuda, "stream", Context)
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
-from torch.utils import _pytree as pytree
 
 from mgpu_check.oracles.training import gradient_exchange
 from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, keeping, ranks_here, returned
@@ -165,11 +164,6 @@ def end_of_a_large_gradient_lost(gradients: Any, *_: Any) -> None:
 
 
 _OF_UNEVEN = (
-    FaultRow("uneven-parts-exchanged", "outputs of the last two of three micro-batches are exchanged",
-        "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
-        lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
-        When("micro-batches of several lengths",
-             lambda chunks, *_: len({len(pytree.tree_leaves(chunk)[0]) for chunk in chunks}) > 1)),
 )  # fmt: skip
 
 register(
@@ -184,18 +178,8 @@ register(
     FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
         around("torch.distributed.tensor:Partial", "_reduce_value"), lambda real, self, tensor, *_: tensor.clone(),
         "outputs that all ranks are to hold"),
-    FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row",
-        _MODULES, returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
-        lambda masked, tokens, start, rows: (masked[0] | (tokens == start) & (start > 0), masked[1]),
-        "embeddings, the first row of a part"),
     FaultRow("loss-parallel-stays", "loss_parallel stays in force after its context", _MODULES,
         around(_LOSS, "_disable_custom_loss_ops"), lambda *_: None),
-    FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones "
-                                       "included",
-        _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),
-        lambda *arguments: (*arguments[:6], torch.full_like(arguments[6], arguments[2].numel())),
-        When("loss_parallel, targets that are ignored, classes of one weight",
-             lambda grad, x, target, weight, reduction, *_: reduction == _MEAN and weight is None)),
     FaultRow("last-output-as-it-was", "the last of several outputs is not redistributed", _MODULES,
         returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"),
         lambda result, self, outputs, mesh: (*result[:-1], outputs[-1]),

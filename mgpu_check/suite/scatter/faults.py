@@ -102,11 +102,6 @@ register(
         "test_sizes_and_outputs_that_are_given", JOIN,
         lambda join, tensors, dim=0, *, out: join(tensors, dim, out.device),
         call("out= only", lambda *_, out=None, **__: out is not None)),
-    # A loss with equal weights does not show it.
-    FaultRow("gradients-of-numbers-averaged", "every gathered number gets the mean of the gradients",
-        "test_losses_gather_to_a_vector", around(Gather, "backward"),
-        lambda backward, context, gradient: backward(context, gradient.mean().expand_as(gradient)),
-        call("0-dim tensors", lambda context, _: context.unsqueezed_scalar)),
     FaultRow("gradients-to-the-wrong-shard", "shards get the gradients of other shards",
         "test_gradient_returns_through_gather", around(Gather, "backward"),
         lambda backward, context, gradient: backward(context, gradient.flip(context.dim))),
@@ -122,12 +117,6 @@ register(
         "test_gather_restores_the_batch", GATHER, lambda _, outputs, *__: outputs[0],
         first("a single shard",
             lambda outputs: len(outputs) == 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() > 0)),
-    # Outputs are mixed up if replicas fill a dict in different orders.
-    FaultRow("entries-gathered-by-place", "gather combines entries of dicts by position, not by key",
-        "test_every_container", GATHER,
-        lambda gather, outputs, *args:
-            gather([dict(zip(outputs[0], output.values(), strict=True)) for output in outputs], *args),
-        first("dicts in different orders", lambda outputs: all(type(output) is dict for output in outputs))),
     # As with a fast path for dense memory that checks the format only for equal sizes.
     FaultRow("channels-last-taken-for-first", "gather ignores the channels_last format of images",
         "test_every_dtype_and_order", JOIN,
@@ -365,11 +354,6 @@ register(
         "test_shards_have_the_sizes_of_chunk", scattering,
         lambda scatter, x, devices, dim: scatter(x, devices, [1] * x.shape[dim] + [0] * (len(devices) - x.shape[dim])),
         call("fewer samples than devices", lambda x, devices, dim: 0 < x.shape[dim] < len(devices)), least_gpus=2),
-    # As with a copy by arithmetic, such as x + 0.
-    FaultRow("scattered-payloads-lost", "every NaN becomes the default NaN of the CPU", "test_every_dtype_and_order",
-        scattering,
-        lambda scatter, x, devices, dim: scatter(torch.where(x.isnan(), torch.full_like(x, float("nan")), x), devices),
-        first("NaN with a payload, float32 and float64", lambda x: x.dtype in (torch.float32, torch.float64))),
     # Ids of samples and tokens then belong to others.
     FaultRow("large-numbers-rounded", "int64 is converted through float32, which rounds large numbers",
         "test_every_dtype_and_order", scattering, lambda scatter, x, devices, dim: scatter(x.float().long(), devices),
@@ -383,11 +367,6 @@ register(
         "test_batches_split_by_hand", around(Tensor, "to"),
         lambda to, x, *args, **kwargs: to(x.as_strided(x.shape, x.stride(), 0), *args, **kwargs),
         call("views that start inside their storage", _slice_goes_to_a_device)),
-    # Batches collected by hand have a wrong order.
-    FaultRow("last-parts-exchanged", "cat of three or more tensors swaps the last two", "test_batches_split_by_hand",
-        around(torch, "cat"),
-        lambda cat, tensors, *args, **kwargs: cat([*tensors[:-2], tensors[-1], tensors[-2]], *args, **kwargs),
-        first("three parts or more", lambda tensors: len(tensors) > 2 and tensors[0].is_cuda)),
     FaultRow("gradient-of-a-shard-lost", "no gradient comes back from the last shard",
         "test_gradient_returns_through_scatter", around(_functions.Scatter, "backward"),
         lambda backward, context, *gradients: backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))),

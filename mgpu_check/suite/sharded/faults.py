@@ -122,10 +122,6 @@ register(
         "run_check=True, replicated"),
     FaultRow("gradient-of-whole-replicated", "full_tensor ignores grad_placements", "test_making_dtensors",
         around(DTensor, "full_tensor"), lambda real, self, **_: real(self), "full_tensor with grad_placements"),
-    FaultRow("sharded-twice-gathered-in-reverse", "full_tensor takes nested shards in the wrong order",
-        "test_redistribution_in_two_dimensions", returned(DTensor, "full_tensor"),
-        lambda full_tensor, *_, **__: full_tensor.flip(0), When("two dimensions that both divide the first",
-            lambda full_tensor, self, **_: tuple(self.placements) == (Shard(0), Shard(0)))),
     FaultRow("moved-as-it-is", "redistribute ignores forward_dtype", "test_making_dtensors",
         around(DTensor, "redistribute"), lambda real, *args, forward_dtype=None, **kwargs: real(*args, **kwargs),
         "forward_dtype"),
@@ -161,11 +157,6 @@ register(
         When("meshes of two dimensions with unsorted ranks, dimension given by number",
             lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None),
         2),
-    FaultRow("padding-gathered", "gathered tensors end with a slice of padding", "test_redistribution",
-        returned(Shard, "_to_replicate_tensor"),
-        lambda tensor, self, *_: _clear(tensor.narrow(self.dim, tensor.shape[self.dim] - 1, 1)),
-        When("sizes that are no multiple of the number of ranks",
-            lambda tensor, self, local, mesh, dim, shape: tensor.shape[self.dim] % mesh.size(dim) > 0)),
     FaultRow("maxima-added-up", "partial maxima are added up", "test_redistribution", _REDUCE,
         lambda real, self, *args: real(Partial("sum"), *args),
         When("Partial('max') only", lambda real, self, *args: self.reduce_op == "max")),
@@ -328,12 +319,6 @@ register(
     FaultRow("divisor-rounded", "the number that divides gradients is rounded to a power of two",
         ("test_fully_shard", "test_hybrid_shard"), given(FSDPModule, "set_gradient_divide_factor"),
         lambda self, factor: (self, 2.0 ** int(math.log2(factor))), "other divisors than powers of two"),
-    # The first assignment is the initial value of the parameter, not a gradient.
-    FaultRow("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
-        given(FSDPParam, "to_sharded_dtensor"),
-        lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()),
-        When("shard_placement_fn, parameters that are divided by another dimension than the first",
-            lambda self, tensor: self.fsdp_placement.dim and hasattr(self, "sharded_param"))),
     *(
         FaultRow("inputs-cast-anyway", "fully_shard casts inputs in spite of cast_forward_inputs=False",
             "test_options_of_fully_shard", around(FSDPState, "_cast_forward_inputs"),
@@ -376,11 +361,6 @@ register(
         returned(FSDPParam, "init_dtype_attrs"), lambda result, self, policy: setattr(self, "reduce_dtype", None),
         When("MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
             lambda result, self, policy: policy.param_dtype is None)),
-    FaultRow("half-of-a-pair-lost", "parameters resharded to two ranks after forward return as zeros on the second",
-        "test_fully_shard", returned(FSDPParam, "to_sharded_post_forward"),
-        lambda result, self: _clear(self._sharded_post_forward_param_data),
-        When("reshard_after_forward=2, one of two ranks",
-            lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1), 4),
     FaultRow("largest-of-parts-added-up", "infinity norms of parts are added up instead of their maximum",
         "test_clipping", returned(clip_grad, "_get_total_norm"),
         lambda norm, tensors, *_, **__: norm * tensors[0].device_mesh.size(),
@@ -529,10 +509,4 @@ register(
         "all parameter groups of a flat optimizer state have the learning rate of the first",
         "test_distributed_checkpoint", _FLAT, lambda flat, *_: {**flat, "param_groups": [
             {**group, "lr": flat["param_groups"][0]["lr"]} for group in flat["param_groups"]]}, _SEVERAL_GROUPS),
-    FaultRow("steps-lost-apart", "get_optimizer_state_dict gives steps of zero", "test_options_of_state_dicts",
-        returned(state_dicts, "get_optimizer_state_dict"),
-        lambda state, *_, **__: {**state, "state": {
-            name: {key: value * 0 if key == "step" else value for key, value in entry.items()}
-            for name, entry in state["state"].items()}} if "state" in state else None,
-        "nested states, optimizers that count steps"),
 )  # fmt: skip
