@@ -248,6 +248,11 @@ class Aligned(PlacedParts):
         return min(len(trace.steps) for trace in (self.reference, *self.ranks))
 
     @property
+    def fully_sharded(self) -> bool:
+        """True if the ranks only shard parameters, all among all ranks: then each must get samples of its own."""
+        return all(any(event.get("fully_sharded") for event in trace.of("module")) for trace in self.ranks)
+
+    @property
     def compared(self) -> int:
         """Number of these steps before the first non-finite value on one device: later values cannot be compared."""
         return min(self.steps, self.reference.finite_steps)
@@ -295,8 +300,9 @@ class Aligned(PlacedParts):
 
     def _samples(self, reference: Sequence[int], ranks: Sequence[Sequence[int]]) -> Samples:
         expected, observed = Counter(reference), [Counter(rank) for rank in ranks]
-        if not self.divided or not any(samples & expected for samples in observed):
-            return Samples(expected, tuple(observed), self.divided)
+        divided = self.divided and not self.fully_sharded
+        if not divided or not any(samples & expected for samples in observed):
+            return Samples(expected, tuple(observed), divided)
         trained = [set(trace.parameters) for trace in self.ranks]
         first_stages = [own for own, samples in zip(trained, observed, strict=True) if samples & expected]
         # Later stages receive outputs of the first stage. They hold other parameters than the first stage.

@@ -31,6 +31,10 @@ FLOAT32 = (
     "for the comparison, compute in float32: --float32, in a test float32=True, turns autocast and GradScaler off; the "
     "mistakes are the same there, and rounding does not mask them"
 )
+WEIGHTS32 = (
+    "for the comparison, keep the parameters in float32: without .to(torch.bfloat16), .half() or dtype=; --float32 "
+    "leaves their dtype alone"
+)
 LOSS = (
     "use a loss that depends on the parameters: a softmax over one class, as in cross_entropy with one output, is "
     "constant, and so is a detached loss"
@@ -58,11 +62,15 @@ OTHER_START_OF_PARTS = Obstacle(
 )
 
 
-def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
-    """Describe the parts of the model that draw random numbers in training, up to a step; None if no part does."""
+def drawing(trace: Trace, until: int | None = None, event_name: str = "random") -> Obstacle | None:
+    """Describe the parts of the model that draw random numbers in training, up to a step; None if no part does.
+
+    `event_name`: "update" for optimizers instead.
+    """
     events = [event for event in trace.events if until is None or event["after"] <= until]
-    dropouts = sorted({name for event in events if event["event"] == "module" for name in event["dropouts"]})
-    draws = [event for event in events if event["event"] == "random"]
+    modules = [event for event in events if event["event"] == "module"] if event_name == "random" else []
+    dropouts = sorted({name for event in modules for name in event["dropouts"]})
+    draws = [event for event in events if event["event"] == event_name]
     if dropouts or (draws and not draws[0]["line"]):
         subject = ", ".join(dropouts) or draws[0]["what"]
         return Obstacle(f"{subject} drops different elements on ranks than on one device", DROPOUT)
@@ -72,12 +80,21 @@ def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
     return Obstacle(f"{subject} ({line}) draws random numbers, which differ between ranks and one device", NUMBERS)
 
 
+_NARROW = ("bfloat16", "float16")
+
+
 def narrow(trace: Trace) -> str | None:
     """Name the first dtype narrower than float32 that the script computes in, as a clause; else None."""
     for event in trace.of("narrow"):
         return f"{event['module']} returns {event['dtype']}"
-    dtypes = {p.dtype: p.name for p in trace.parameters.values() if p.dtype in ("bfloat16", "float16")}
+    dtypes = {p.dtype: p.name for p in trace.parameters.values() if p.dtype in _NARROW}
     return next((f"{name} is {dtype}" for dtype, name in dtypes.items()), None)
+
+
+def remedy_of_narrow(trace: Trace) -> str:
+    """Return how to compute in float32: parameters of a narrow dtype stay narrow without autocast."""
+    narrow_weights = any(parameter.dtype in _NARROW for parameter in trace.parameters.values())
+    return WEIGHTS32 if narrow_weights else FLOAT32
 
 
 def standing(reference: Trace, ranks: Sequence[Trace], own: Path | None) -> Iterator[Obstacle]:
@@ -91,7 +108,7 @@ def standing(reference: Trace, ranks: Sequence[Trace], own: Path | None) -> Iter
     if (random := drawing(reference)) is not None:
         yield random
     if low := narrow(reference):
-        yield Obstacle(f"{low}: rounding may mask the differences", FLOAT32)
+        yield Obstacle(f"{low}: rounding may mask the differences", remedy_of_narrow(reference))
     gradients = [gradient for step in reference.steps for gradient in step.gradients.values()]
     if gradients and not any(gradient is not None and gradient.norm for gradient in gradients):
         yield Obstacle("the gradients of all parameters are zero on one device", LOSS)

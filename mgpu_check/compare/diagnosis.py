@@ -218,15 +218,20 @@ def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
     )
 
 
+_OF_DTYPE = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""Like `_LEFT`, for gradients that were rounded to a narrow dtype, by two roundoffs."""
+
+
 def _factor(difference: FirstDifference) -> Factor | None:
-    pairs = []
+    pairs, left = [], _LEFT
     for tensor in difference.mismatches["gradient"]:
+        left = max(left, _OF_DTYPE.get(difference.aligned.parameter(tensor.name).dtype, 0.0))
         expected, by_rank = difference.aligned.values_of(difference.step, "gradient", tensor.name)
         got = by_rank[tensor.worst_rank]
         if got is not None and expected is not None and expected.norm:
             both = zip(got.samples, expected.samples, strict=True)
             pairs += [(g / expected.norm, e / expected.norm) for g, e in both]
-    factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
+    factor = common_factor(pairs, least=_NEAR, of_largest=left)
     if not factor:
         return None
     message = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device"
@@ -552,6 +557,8 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     findings = findings_of(evidence, 2 if evidence.start else 1, attempts)
     findings = [replace(finding, also=number > 0) for number, finding in enumerate(findings)]
     obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
+    if obstacles:  # an optimizer that updates otherwise is a consequence of them
+        findings = [finding for finding in findings if finding.mistake != "optimizer-differs"]
     reason = " and ".join(dict.fromkeys(obstacle.reason for obstacle in obstacles)) or None
     todo = [obstacle.todo for obstacle in obstacles]
     axes = None if obstacles else attempts.of("the search for axes", None, describe_axes, difference)
@@ -568,6 +575,9 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
             return []
         others = other_samples(aligned, step, findings) if samples.known and not samples.same else []
         return [OTHER_START_OF_PARTS if aligned.divided else OTHER_START, *others]
+    parts = (parameter for trace in aligned.ranks for parameter in trace.parameters.values())
+    if not findings and any(part.unplaced and not part.same_elsewhere for part in parts):
+        return [OTHER_START_OF_PARTS]  # such as slices that each rank draws: constants alone have a place
     if skipped_steps(difference).apart:
         return []
     on_reference, on_rank = (skips_of(trace, step) for trace in (aligned.reference, aligned.ranks[0]))
@@ -580,4 +590,6 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
     random = drawing(aligned.ranks[0], step)
     if random is not None and any(finding.mistake == "random-numbers-per-rank" for finding in findings):
         return [Obstacle(f"step {step + 1}: {random.reason}", random.todo)]
+    if difference.quantity in ("parameter", "state") and (update := drawing(aligned.ranks[0], step, "update")):
+        return [Obstacle(f"step {step + 1}: {update.reason}", update.todo)]
     return []

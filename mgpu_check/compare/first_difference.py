@@ -339,11 +339,13 @@ def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
     Ranks that hold parts of the model correctly see all samples. Ranks with different losses divide the work within the
     model, as in context parallelism."""
     aligned, samples, step = difference.aligned, difference.samples, difference.step
-    if step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.reference or aligned.divided:
+    if step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.reference or samples.divided:
         return False
     parameters = [parameter for trace in aligned.ranks for parameter in trace.parameters.values()]
     shapes = {name: aligned.parameter(name).shape for name in aligned.names}
-    if any(own.sharded or own.shape != shapes.get(own.name, own.shape) for own in parameters):
+    if not aligned.fully_sharded and any(
+        own.sharded or own.shape != shapes.get(own.name, own.shape) for own in parameters
+    ):
         return False
     losses = [loss for loss in aligned.losses(step)[2] if loss is not None]
     return not losses or max(losses) - min(losses) <= difference.rounding.of_loss(step) * max(map(abs, losses))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mgpu_check.compare import first_difference
 from mgpu_check.compare.alignment import QUANTITIES, Aligned, Quantity, of_quantity
-from mgpu_check.compare.comparability import FLOAT32, LOSS, SEEDS, narrow
+from mgpu_check.compare.comparability import LOSS, SEEDS, narrow, remedy_of_narrow
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, other_options
 from mgpu_check.compare.processes import ProcessResult, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
@@ -134,7 +134,7 @@ def nothing_tells(aligned: Aligned, useful: int) -> Report:
     since = "from the first step on" if useful == 0 else f"within {useful} steps"
     reason = f"{since}, rounding alone changes {subject} so much that it would hide even a factor of two"
     if low := narrow(aligned.reference):
-        return refusal(f"{reason}: {low}", [FLOAT32])
+        return refusal(f"{reason}: {low}", [remedy_of_narrow(aligned.reference)])
     return refusal(reason, ["compare fewer steps, with a smaller learning rate"])
 
 

@@ -93,7 +93,9 @@ def test_other_seeds_are_those_of_numpy_too(tmp_path):
         from mgpu_check.compare.in_script import replay
         from mgpu_check.compare.in_script.tape import write_joint
         hooks = dict.fromkeys(("note", "enter", "leave", "before_step", "after_step"), print)
-        recorder = types.SimpleNamespace(done=0, passes=0, backwards=0, **hooks)
+        recorder = types.SimpleNamespace(
+            done=0, passes=0, backwards=0, in_training_thread=lambda: True, **hooks
+        )
         with open("joint", "w+b") as file, open("tape", "w+b") as tape:
             write_joint(file.fileno(), [tape.fileno()], False, other_seeds=True)
             replay.install(recorder, 1, 0, None, file.fileno())

@@ -62,7 +62,12 @@ class Replay:
         gradients = []
         for number in range(3):
             recorder: Any = types.SimpleNamespace(
-                done=0, passes=0, backwards=0, note=self._note, guard=lambda record: record
+                done=0,
+                passes=0,
+                backwards=0,
+                note=self._note,
+                guard=lambda record: record,
+                in_training_thread=lambda: True,
             )
             made: Points
             if number < 2:
@@ -316,7 +321,9 @@ def test_tensors_without_samples(tmp_path, own, ranks, stays):
     """They stay if they follow from those of the ranks; else one device gets the tensor of the ranks, if they have the same."""
     with tmp_path.joinpath("joint").open("w+b") as file:
         write_joint(file.fileno(), [], False)
-        recorder: Any = types.SimpleNamespace(done=0, passes=0, backwards=0, guard=lambda record: record)
+        recorder: Any = types.SimpleNamespace(
+            done=0, passes=0, backwards=0, guard=lambda record: record, in_training_thread=lambda: True
+        )
         made = RankReplaying(recorder, 1, Tapes(file.fileno()))
         value = made.outside.joint(torch.tensor(own), [torch.tensor(rank) for rank in ranks], [])
     assert (value is None) == stays

@@ -146,7 +146,6 @@ def test_batch_norms_are_to_blame_only_if_a_control_without_their_batches_is_equ
     result, error = examined.try_way(way)
     assert result.status == "differs" and error is not None
     assert result.reason.startswith("batch norm (body.1) uses") and result.reason.endswith(f"equal with {control}")
-    assert len(examined.expectations) <= 2, "one device is measured once, and once with fixed statistics"
 
 
 @pytest.mark.slow

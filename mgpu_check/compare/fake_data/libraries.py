@@ -288,7 +288,7 @@ _KNOWN = (
     (r"caption|laion|pokemon|naruto", "image text"),
     (r"ultra(chat|feedback)|capybara|no_robots", "prompt chosen=chat rejected=chat messages"),
     (r"speech_commands|superb|librispeech|common_voice", "audio text sentence label=class.10"),
-    (r"wikitext|c4|openwebtext|pile|book|wikipedia|fineweb|tinystories|pajama|ptb|lm1b|enwik|dclm", "text"),
+    (r"wikitext|c4|openwebtext|pile|bookcorpus|wikipedia|fineweb|tinystories|pajama|ptb|lm1b|enwik|dclm", "text"),
 )
 """The name of a dataset -> its columns: a name, and its kind if the name does not show it."""
 

@@ -34,6 +34,9 @@ _OUTSIDE = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", f"{sys.prefix}/lib", f
 _HIDDEN = re.compile(r"/\.[^/]")
 
 
+_OF_TORCH = (".pt", ".pth", ".ckpt", ".pkl", ".bin")
+
+
 class Area:
     """The directory of made data, as one process of a script uses it.
 
@@ -127,6 +130,8 @@ class Area:
         if form is None:
             thing, option = ("directory, or its files", "suffix") if directory else ("file, or its form", "form")
             do = f"give the {thing} in --fake-data=plan.toml: [{json.dumps(name)}] {option}='.txt'"
+            if name.endswith(_OF_TORCH):
+                do = "give the file, as torch.save writes it: nothing shows which tensors it has"
             self.note("missing", request, "its name and its use do not show its form", {}, do)
             return None
         return self.made(target, request, "directory" if directory else "file", *form)

@@ -204,6 +204,19 @@ def in_training(module: nn.Module) -> bool:
     return unwrapped(module).training
 
 
+def is_fully_sharded(module: nn.Module, meshes: Iterable[Any], world: int) -> bool:
+    """Return whether FSDP divides the parameters among all ranks, and nothing else divides them.
+
+    `meshes`: those of the parameters that optimizers train. Those of tensor parallelism, too, have two dimensions.
+    """
+    classes = [type(layer) for _, layer in named_modules(module)]
+    sizes = {mesh.size() if mesh.ndim == 1 else 0 for mesh in meshes}
+    if any(cls.__name__ == "FSDPModule" for layer_class in classes for cls in layer_class.__mro__):
+        return sizes == {world}
+    group = getattr(module, "process_group", None) if classes[0].__name__ == "FullyShardedDataParallel" else None
+    return group is not None and not sizes and group.size() == world
+
+
 def described(module: nn.Module) -> dict[str, Any]:
     """Return the class of a model, its wrapper, and its layers that use batch statistics or dropout."""
     model = unwrapped(module)
@@ -238,9 +251,8 @@ def narrowed(module: nn.Module, output: Any) -> dict[str, str]:
     return {"dtype": name_of(output.dtype), "module": type(module).__name__}
 
 
-def forward_of(module: nn.Module) -> dict[str, str]:
-    """Return the name and the line of a model's forward method."""
-    model_class = type(unwrapped(module))
-    code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
+def method_of(owner: type, name: str) -> dict[str, str]:
+    """Return the name and the line of a method, such as a model's forward."""
+    code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
     line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
-    return {"what": f"{model_class.__name__}.forward", "line": line}
+    return {"what": f"{owner.__name__}.{name}", "line": line}

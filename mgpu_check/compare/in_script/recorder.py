@@ -322,6 +322,7 @@ def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 _CHECKED_CALLS = 100  # calls of models that are checked for random draws, to bound the time
+_CHECKED_STEPS = 2  # the same of optimizers: the first makes the state
 
 
 def _watching_errors(hooked: Callable[..., Any], raised: Callable[[Any], None]) -> Callable[..., Any]:
@@ -390,6 +391,7 @@ def install(
     patches = Patches()  # for as long as the process lives
     raised = recorder.guard(recorder.raised)
     patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(_watching_errors, raised=raised))
+    patches.wrap(torch.optim.Optimizer, "__init__", around(recorder.make_optimizer))
     patches.wrap(torch.autograd, "backward", around(recorder.backward))  # called by torch/_tensor.py, backward
     script_calls.install(recorder, world)
     if store is not None:
@@ -414,6 +416,9 @@ class ScriptRecorder:
 
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
+        self._thread: int | None = None
+        self._drawn: tuple[list[int], ...] | None = None  # states of generators before a step of an optimizer
+        self._meshes: set[Any] = set()  # of the parameters of optimizers
         self.guard = guard_with(self.broken)
         self.names = models.Names()
         self.known = Parameters(writer, self.names)
@@ -493,6 +498,16 @@ class ScriptRecorder:
         leave = register_module_forward_hook(self.guard(self.leave), with_kwargs=True, always_call=True)
         return [register_module_forward_pre_hook(self.guard(self.enter)), leave]
 
+    def make_optimizer(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._thread = self._thread or threading.get_ident()
+        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._meshes |= {parameter.device_mesh for parameter in trained if is_distributed(parameter)}
+
+    def in_training_thread(self) -> bool:
+        """Return whether this thread trains: the one that makes the first optimizer; until then, the main thread."""
+        return threading.get_ident() == (self._thread or threading.main_thread().ident)
+
     def enter(self, module: nn.Module, args: Any) -> None:
         self._here.depth = getattr(self._here, "depth", 0) + 1
         if module._parameters or module._buffers:
@@ -503,8 +518,7 @@ class ScriptRecorder:
             self._inputs.enter(self._here.depth)
 
     def _enter_outermost(self, module: nn.Module) -> None:
-        on_main = threading.current_thread() is threading.main_thread()
-        main = on_main and not is_transforming() and not is_tracing()
+        main = self.in_training_thread() and not is_transforming() and not is_tracing()
         self._here.trains = self._trains(module)
         trains = self._here.trains and not is_capturing()
         if main and trains and self.forked() and self.world == 1 and script_calls.trains_alone(module):
@@ -554,7 +568,7 @@ class ScriptRecorder:
         return moved
 
     def _outermost(self, module: nn.Module) -> None:
-        if not models.has_state(module) or threading.current_thread() is not threading.main_thread():
+        if not models.has_state(module) or not self.in_training_thread():
             return
         self.names.called(module)
         if not (self._here.trains and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
@@ -563,10 +577,11 @@ class ScriptRecorder:
         self._calls += 1
         if before is not None and "random" not in self._told and before != script_calls.generators():
             self._told.add("random")
-            self.note("random", **models.forward_of(module))
+            self.note("random", **models.method_of(type(models.unwrapped(module)), "forward"))
         if (key := f"module {type(module).__name__}") not in self._told:
             self._told.add(key)
-            self.note("module", **(facts := models.described(module)))
+            sharded = models.is_fully_sharded(module, self._meshes, self.world)
+            self.note("module", **(facts := models.described(module)), fully_sharded=sharded)
             if facts["replicas"] > 1 and self.world > 1 and not script_calls.in_a_group():
                 self.wait("alone")
 
@@ -605,6 +620,7 @@ class ScriptRecorder:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._take_gradients(optimizer)
+            self._drawn = script_calls.generators() if self.done < _CHECKED_STEPS else None
             return None
 
         @functools.wraps(closure)
@@ -664,6 +680,9 @@ class ScriptRecorder:
         if self._gradients is None:  # the optimizer did not call its closure
             self._take_gradients(optimizer)
         self._stepping = None
+        if self._drawn is not None and self._drawn != script_calls.generators():
+            self.note("update", **models.method_of(type(optimizer), "step"))
+        self._drawn = None
         with torch.no_grad():
             pieces = self.known.parts(optimizer, self.number_of(optimizer))
             after = numbers_of(pieces)

@@ -184,7 +184,6 @@ class Points(abc.ABC):
     def __init__(self, recorder: ScriptRecorder, until: int) -> None:
         self.recorder, self.until = recorder, until
         self._before_fork = until
-        self._thread = threading.get_ident()
         self._depth = 0  # calls of modules and losses
         self._paused = 0  # calls that are not followed
         self._seen: set[int] = set()
@@ -196,9 +195,13 @@ class Points(abc.ABC):
         self._differentiating = False  # within a backward pass
 
     def active(self) -> bool:
-        """Return whether the script's own thread runs within the recorded steps."""
-        own = threading.get_ident() == self._thread and not is_tracing()
-        return own and self.recorder.done < self.until and not self._paused
+        """Return whether the thread that trains runs within the recorded steps."""
+        return (
+            self.recorder.in_training_thread()
+            and not is_tracing()
+            and self.recorder.done < self.until
+            and not self._paused
+        )
 
     def micro(self) -> int:
         """Return the number of the micro-batch."""
@@ -220,7 +223,7 @@ class Points(abc.ABC):
 
     def resume(self) -> None:
         """Go on in a forked child that trains instead of the script's first process."""
-        self.until, self._thread = self._before_fork, threading.get_ident()
+        self.until = self._before_fork
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._depth or not self._enters():
@@ -267,6 +270,8 @@ class Points(abc.ABC):
 
     def make_optimizer(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
+        if not self.optimizers and threading.current_thread() is not threading.main_thread():
+            self.draws.__enter__()  # a dispatch mode belongs to one thread
         self.optimizers.append(optimizer)
         self.know(p for group in optimizer.param_groups for p in group["params"])
 
@@ -596,6 +601,8 @@ class RankReplaying(Points):
             self.recorder.note("ambiguous")
         if self.outside.ordered:
             self.recorder.note("ordered")
+        if self._tapes.confused:
+            self._missing("a call", "one device makes it at two lines, and the ranks at one")
         location, number = self._rates_of(optimizer)
         rates = self._tapes.first("rate", location, number) or []
         if len(rates) != len(optimizer.param_groups):

@@ -383,7 +383,8 @@ def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
                 return original(hostname, port, rank, world_size, *args, **kwargs)
             finally:
                 os.environ.update(own)
-        return original(hostname, port, rank, world_size, *args, **kwargs)
+        # The store listens at one address of this machine, and torchrun's at all.
+        return original(store[0] if at_store else hostname, port, rank, world_size, *args, **kwargs)
 
     patches = Patches(sparing="mgpu_check")
     patches.replace(rendezvous._create_c10d_store, around(lead)(rendezvous._create_c10d_store))

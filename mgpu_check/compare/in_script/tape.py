@@ -8,6 +8,8 @@ the others.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import os
 import pickle
 import struct
@@ -86,6 +88,9 @@ class Tapes:
             lambda: [[] for _ in range(self.world)]
         )
         self._next: Counter[tuple[str, str]] = Counter()
+        self._exact: set[tuple[str, str]] = set()  # channel and place that ranks and one device have
+        self._nearest: dict[tuple[str, str], tuple[str, str] | None] = {}  # a place of one device -> that of ranks
+        self.confused = False  # one device has two places for one of ranks
         for rank, channel, location, start, own in _items(fd):
             self._at[channel, location][rank].append((start, own))
 
@@ -107,19 +112,46 @@ class Tapes:
             micro, rank = divmod(micro, self.world)
         elif self._dealt:
             number, rank = divmod(number, self.world)
-        entries = self._at.get((channel, location if micro is None else f"{location} {micro}"))
-        if entries is None:
+        entries = self._entries(channel, location, micro)
+        if not entries:
             return []
         if rank is not None:
             entries = [entries[rank]]
         return [self._read(own[number]) for own in entries] if all(number < len(own) for own in entries) else []
 
+    def _entries(self, channel: str, location: str, micro: int | None = None) -> Sequence[list[tuple[int, int]]]:
+        """Return the values of each rank for a place, or for the only place of ranks whose innermost lines are alike.
+
+        One device may call a function from another line: ``if distributed: train(rank) else: train(0)``.
+        """
+        at = channel, location if micro is None else f"{location} {micro}"
+        if at in self._at:
+            self.confused = self.confused or at in self._nearest.values()
+            self._exact.add(at)
+            return self._at[at]
+        if at not in self._nearest:
+            alike = {other: _lines_in_common(at[1], other[1]) for other in self._at.keys() - self._exact}
+            most = max((lines for other, lines in alike.items() if other[0] == channel), default=0)
+            nearest = [other for other, lines in alike.items() if other[0] == channel and lines == most > 0]
+            self._nearest[at] = nearest[0] if len(nearest) == 1 else None
+        nearest_place = self._nearest[at]
+        return () if nearest_place is None else self._at[nearest_place]
+
     def first(self, channel: str, location: str, number: int = 0) -> Any:
         """Return a value of the first rank that has it; None if no rank has it."""
-        for own in self._at.get((channel, location), ()):
+        for own in self._entries(channel, location):
             if number < len(own):
                 return self._read(own[number])
         return None
+
+
+def _lines_in_common(place: str, other: str) -> int:
+    """Return how many of the innermost lines two places have in common; 0 if the words around them differ."""
+    (*own, end), (*others, other_end) = place.split(), other.split()
+    common = itertools.takewhile(operator.itemgetter(0), ((a == b, a) for a, b in zip(own, others, strict=False)))
+    lines = sum(word.rpartition(":")[2].isdigit() for _, word in common)
+    # A number at the end counts micro-batches or loops; a line may be another one.
+    return lines if end == other_end or not (end.isdigit() or other_end.isdigit()) else 0
 
 
 def write_joint(
