@@ -270,7 +270,7 @@ def _on_device(cls: Any) -> type:
 
 
 @around
-def _as_subclass(original: Callable[..., Any], self: torch.Tensor, cls: type) -> object:
+def _as_subclass(original: Callable[..., Any], self: torch.Tensor, cls: Any) -> object:
     """Return a device tensor of a class of the script, such as the slices of a table in torchrec."""
     if not isinstance(self, SimulatedTensor) or cls is torch.Tensor or issubclass(cls, SimulatedTensor):
         return original(self, cls)
