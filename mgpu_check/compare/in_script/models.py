@@ -207,7 +207,7 @@ def in_training(module: nn.Module) -> bool:
 def is_fully_sharded(module: nn.Module, meshes: Iterable[Any], world: int) -> bool:
     """Return whether FSDP divides the parameters among all ranks, and nothing else divides them.
 
-    `meshes`: those of the parameters that optimizers train. Those of tensor parallelism, too, have two dimensions.
+    `meshes`: those of the parameters that optimizers train. With tensor parallelism they have two dimensions.
     """
     classes = [type(layer) for _, layer in named_modules(module)]
     sizes = {mesh.size() if mesh.ndim == 1 else 0 for mesh in meshes}

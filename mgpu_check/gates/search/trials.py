@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,6 +38,7 @@ from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, place_in, where_is
 from mgpu_check.numerics.placement import Unplaced
 from mgpu_check.numerics.steps import deviations, granted_with
+from mgpu_check.processes.machine import available_memory
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.switches import some_threads
 from mgpu_check.torch_hooks.tensors import FLOAT8, digest_of, name_of
@@ -46,8 +46,7 @@ from mgpu_check.torch_hooks.tensors import FLOAT8, digest_of, name_of
 Tolerance = float | Mapping[str, float] | None  # of the user, for all tensors or by name; None to measure it
 
 _KEPT = 64  # most scenarios whose expected results are kept for other world sizes
-_KEPT_ELEMENTS = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 64
-"""Most elements of all kept results together: they take at most an eighth of the memory, with 8 bytes each."""
+_KEPT_ELEMENTS = 100_000_000  # fewest elements of all kept results together that are too many: a gigabyte or less
 _PROBES = 3  # further cases that show which parameters a rank uses that has used none
 
 
@@ -113,7 +112,9 @@ class Expectations:
             outcome = refused
         if outcome is not None:
             self._expected[key] = outcome
-        while len(self._expected) > 1 and (len(self._expected) > _KEPT or self._kept_elements > _KEPT_ELEMENTS):
+        # An eighth of the memory, at 8 bytes for an element: the ways of `mgpu-check model` share one device.
+        most = max(_KEPT_ELEMENTS, (available_memory() or 0) // 64)
+        while len(self._expected) > 1 and (len(self._expected) > _KEPT or self._kept_elements > most):
             del self._expected[next(iter(self._expected))]
         return outcome
 
