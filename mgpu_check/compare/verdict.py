@@ -313,7 +313,7 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
 
 
 def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
-    """Report what the loaders of the ranks give, in lines."""
+    """Report what the loaders of the ranks give, and samples that several ranks saw, in lines."""
     for number, epochs in _loaders(ranks):
         if not _share_data(epochs):
             lengths = ", ".join(str(len(set(epoch["indices"]))) for epoch in epochs)
@@ -333,6 +333,11 @@ def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
     first_epochs = [event for event in ranks[0].of("sampler") if event["iteration"] == 1]
     if any(event["shuffle"] and not event["set_epoch"] for event in first_epochs):
         yield "set_epoch was not called before the first epoch: without it each epoch has the same order"
+    for number, steps in enumerate(zip(*(trace.steps for trace in ranks), strict=False), 1):
+        counts = Counter(sample for step in steps for sample in set(step.seen))
+        if shared := sum(count > 1 for count in counts.values()):
+            yield f"at step {number} {shared} of {len(counts)} samples came to several ranks; is that meant?"
+            break
 
 
 def _share_data(epochs: Sequence[dict[str, Any]]) -> bool:

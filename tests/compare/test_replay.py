@@ -149,21 +149,21 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
         return [Trace(rank, 2, steps=steps[rank], events=[told, epoch]) for rank, epoch in enumerate(epochs)]
 
     halves = [0, 2, 4, 6], [1, 3, 5, 7]
-    assert list(remarks_of(ranks(*halves))) == ["in an epoch of loader 1 each rank gets samples of its own, 8 in all"]
     overlap = list(remarks_of(ranks([0, 1, 2, 3], [2, 3, 4, 5], workers=2, set_epoch=False)))
-    assert overlap[0] == "in an epoch of loader 1 ranks share 2 of 6 samples"
+    assert "loader 1 each rank gets samples of its own, 8 in all" in next(remarks_of(ranks(*halves, seen=(1, 2))))
+    assert "loader 1 ranks share 2 of 6 samples" in overlap[0] and "step 1 1 of 1 samples came to sev" in overlap[-1]
     assert "the same seeds on each rank" in overlap[1] and "set_epoch was not called before the first ep" in overlap[2]
-    assert mistakes_of(ranks(*halves)) == mistakes_of(ranks(*halves, endless=True)) == []
-    assert mistakes_of(ranks(*halves, set_epoch=False)) == []  # one epoch needs none
+    once = mistakes_of(ranks(*halves, set_epoch=False))  # one epoch needs none
+    assert mistakes_of(ranks(*halves)) == mistakes_of(ranks(*halves, endless=True)) == once == []
     assert mistakes_of(ranks([0, 1], [1, 0], endless=True)) == []
     many = list(range(100, 110))
     (finding,) = mistakes_of(ranks(many, many, endless=True, length=20))
     assert finding.mistake == "dataset-not-split" and "give each of the 2 ranks the same 10 samples" in finding.evidence
     assert mistakes_of(ranks(many, many, endless=True, length=20, seen=(1, 2))) == []  # slices of one order
-    whole = list(range(8))
+    whole = [*range(8)]
     assert [finding.mistake for finding in mistakes_of(ranks(whole, whole))] == ["dataset-not-split"]
     assert mistakes_of(ranks(whole, whole, data=("first half", "second half"))) == []
-    (told,) = remarks_of(ranks(whole, whole, data=("first half", "second half")))
+    told = next(remarks_of(ranks(whole, whole, data=("first half", "second half"))))
     assert told.startswith("in an epoch of loader 1 the ranks get 8, 8 samples of datasets of their own")
     (finding,) = mistakes_of(ranks(*halves, set_epoch=False, iteration=2, after=4))
     assert (finding.mistake, finding.evidence) == (
